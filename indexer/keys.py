@@ -1,0 +1,62 @@
+"""Block keys: what a prompt's blocks are called in the index, computed from tokens alone.
+
+`key = xxh3_64(little-endian uint32 tokens of the block ‖ extras, seed = key of the block before)`; the first block's
+seed is the root, a hash of the model's or LoRA adapter's name. A key says everything that must be equal for a KV block
+to be reusable and nothing of how an engine hashes, so engines with different hashes and seeds share keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def root_key(name: str) -> int:
+    """Seed of all chains of a model or LoRA adapter."""
+    return int(xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")))
+
+
+def chain(tokens: bytes, block_size: int, parent: int, extras: Mapping[int, bytes] | None = None) -> list[int]:
+    """Keys of the whole blocks of `tokens` (little-endian uint32) that follow `parent`; a partial last block has none.
+
+    `block_size` is in tokens, > 0. `extras`: block number → `encode_extras(…)`; blocks with none are absent.
+    """
+    keys: list[int] = []
+    add = keys.append
+    key = parent
+    if not extras:
+        for (block,) in _blocks(tokens, block_size):
+            key = xxh3_64_intdigest(block, key)
+            add(key)
+        return keys
+    for number, (block,) in enumerate(_blocks(tokens, block_size)):
+        key = xxh3_64_intdigest(block + extras.get(number, b""), key)
+        add(key)
+    return keys
+
+
+def _blocks(tokens: bytes, block_size: int) -> Iterator[tuple[bytes]]:
+    partial = len(tokens) % (4 * block_size)
+    return _splitter(block_size)(tokens[:-partial] if partial else tokens)
+
+
+@lru_cache(maxsize=64)
+def _splitter(block_size: int) -> Callable[[bytes], Iterator[tuple[bytes]]]:
+    return Struct(f"{4 * block_size}s").iter_unpack
+
+
+def block_key(tokens: bytes, before: int, extra: bytes = b"") -> int:
+    """Key of one block, given its tokens and the key of the block before it."""
+    return int(xxh3_64_intdigest(tokens + extra, before))
+
+
+def encode_extras(items: Sequence[Any]) -> bytes:
+    """What besides tokens tells a block apart: its salt, media identifiers, (identifier, offset) pairs … as bytes."""
+    return _encode(list(items))

@@ -1,0 +1,132 @@
+"""What matching needs to know about a set of candidates, worked out once and kept until their lanes change.
+
+Candidates with equal block sizes, roots and chunks form a group, whose prompts are matched in one walk over the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+from indexer.index import PrefixIndex
+from indexer.residency import Residency
+
+MAX_PLANS = 64
+MAX_SETS = 1024
+_ORDER = {"gpu": 0, "cpu": 1, "storage": 2}
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Stage:
+    """One tier of one candidate. An engine asks its tiers in turn, each from where the one before it ended."""
+
+    member: int
+    """Position among the candidates."""
+    tier: str
+    bits: int
+    """A block counts if it has all of them (several: one a KV-cache group)."""
+    next: Stage | None
+
+
+class Ended(NamedTuple):
+    """Stages that end at the same block."""
+
+    bits: int
+    """All of theirs."""
+    members: Sequence[int]
+    """Of the HBM stages."""
+    lower: Sequence[Stage]
+    """The others."""
+    after: int
+    """Bits of the stages that follow."""
+
+
+@dataclass(slots=True)
+class Group:
+    block_size: int
+    root: int
+    """Of the base model's chains."""
+    chunk: int
+    first: int = 0
+    """Bits of every member's first stage."""
+    gpu: int = 0
+    """Bits of the HBM stages."""
+    flat: bool = True
+    """Is every stage below HBM its member's last, and of one bit?"""
+    lower: dict[int, Stage] = field(default_factory=dict)
+    """Member → its first stage below HBM."""
+    ended: dict[int, Ended] = field(default_factory=dict)
+    """What `end` found before."""
+    _stages: dict[int, Stage] = field(default_factory=dict)
+    """By each of its bits."""
+
+    def enter(self, member: int, residency: Residency) -> None:
+        stage: Stage | None = None
+        for tier in sorted(residency.tiers(), key=_rank, reverse=True):
+            stage = Stage(member, tier, residency.bits(tier), stage)
+            self._stages.update(dict.fromkeys(_each(stage.bits), stage))
+            if tier == "gpu":
+                self.gpu |= stage.bits
+            else:
+                self.flat = self.flat and stage.next is None and stage.bits.bit_count() == 1
+                self.lower[member] = stage
+        self.first |= stage.bits if stage else 0
+
+    def tiers_below(self, member: int) -> Iterator[Stage]:
+        """Its stages below HBM, in order."""
+        stage = self.lower.get(member)
+        while stage is not None:
+            yield stage
+            stage = stage.next
+
+    def end(self, bits: int) -> Ended:
+        """The stages with any of these bits. Remembered, as the same sets of endpoints share prefixes again and again:
+        look into `ended` first."""
+        stages = dict.fromkeys(self._stages[bit] for bit in _each(bits))
+        ended = Ended(
+            bits=_union(stage.bits for stage in stages),
+            members=tuple(stage.member for stage in stages if stage.tier == "gpu"),
+            lower=tuple(stage for stage in stages if stage.tier != "gpu"),
+            after=_union(stage.next.bits for stage in stages if stage.next),
+        )
+        if len(self.ended) >= MAX_SETS:
+            self.ended.clear()
+        self.ended[bits] = ended
+        return ended
+
+
+def plan(index: PrefixIndex, residencies: Sequence[Residency]) -> Sequence[Group]:
+    candidates = tuple(residencies)
+    groups: Sequence[Group] | None = index.plans.get(candidates)
+    if groups is None:
+        if len(index.plans) >= MAX_PLANS:
+            index.plans.clear()
+        groups = index.plans[candidates] = _groups(candidates)
+    return groups
+
+
+def _groups(candidates: Sequence[Residency]) -> Sequence[Group]:
+    groups: dict[tuple[int, int, int], Group] = {}
+    for i, residency in enumerate(candidates):
+        if residency.block_size:
+            shape = (residency.block_size, residency.root, residency.blocks_per_chunk)
+            groups.setdefault(shape, Group(*shape)).enter(i, residency)
+    return list(groups.values())
+
+
+def _union(masks: Iterable[int]) -> int:
+    return reduce(or_, masks, 0)
+
+
+def _each(bits: int) -> Iterator[int]:
+    while bits:
+        yield bits & -bits
+        bits &= bits - 1
+
+
+def _rank(tier: str) -> tuple[int, str]:
+    """HBM, CPU RAM, storage, media nobody knows."""
+    return _ORDER.get(tier, len(_ORDER)), tier

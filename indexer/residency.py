@@ -1,0 +1,381 @@
+"""What one publisher's engine holds: applies its events to the index.
+
+An event is indexed as far as its blocks' keys can be known: computed from its tokens where the event says all that goes
+into a key, looked up by hash where it does not (placeholders, CPU-tier events without extra keys), and kept aside where
+neither works yet (parking.py). Only what the engine can reuse as a prefix counts: groups of full attention.
+
+Nothing an engine sends raises here; what cannot be used is counted in `skipped`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from math import gcd
+from typing import TYPE_CHECKING
+
+from indexer.hashes import HashKeys
+from indexer.keys import block_key, chain, root_key
+from indexer.lane import Lane
+from indexer.parking import Parking
+from indexer.vllm_hash import is_unsalted_first_block
+from indexer.wire import BlockRemoved, BlocksCleared, BlockStored, Event
+
+if TYPE_CHECKING:
+    from indexer.index import PrefixIndex
+
+PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""`kv_cache_spec_kind`s whose blocks are reusable whenever all blocks before them are."""
+
+MAX_GROUPS = 32
+MAX_SCOPES = 64
+"""Kinds of events whose lane is remembered."""
+
+
+class Residency:
+    """Made by `PrefixIndex.publisher`."""
+
+    def __init__(self, index: PrefixIndex, name: str, model: str) -> None:
+        self.name = name
+        self.stored_blocks = 0
+        self.removed_blocks = 0
+        self.skipped: Counter[str] = Counter()
+        """Events not indexed, by reason: a small fixed set."""
+        self._index = index
+        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._groups: dict[int, bool] = {}
+        """KV-cache group → is it indexed?"""
+        self._admitted: dict[tuple[str, int | None, str, str, int], Lane] = {}
+        """What decides whether an event is indexed → its lane, for those that are."""
+        self._parking = Parking()
+        self._block_size = 0
+        self._told_chunk = 0
+        self._learned_chunk = 0
+        self._closed = False
+        self.own_hashes = HashKeys(self._is_held)
+        """Where this engine's hashes are not the ones that others of its model use."""
+        self._bind(model)
+
+    def _bind(self, model: str) -> None:
+        self._model = model
+        self._shared = self._index.hashes(model)
+        root = self._index.root(model) if model else None
+        self._root = root_key(model) if root is None else root
+        self._index.changed()
+
+    # --- what is known of the engine
+
+    @property
+    def model(self) -> str:
+        """The base model's name as the topic says it; "" if it does not. Assigning another name forgets everything."""
+        return self._model
+
+    @model.setter
+    def model(self, model: str) -> None:
+        if model != self._model:
+            self.clear()
+            former = self._model
+            self._bind(model)
+            self._index.release_hashes(former)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block; learned from the events; 0 = unknown."""
+        return self._block_size
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """KV blocks an offloaded chunk: as told by assignment, else as learned from events, else 1."""
+        return self._told_chunk or self._learned_chunk or 1
+
+    @blocks_per_chunk.setter
+    def blocks_per_chunk(self, blocks: int) -> None:
+        if blocks != self._told_chunk:
+            self._told_chunk = blocks
+            self._index.changed()
+
+    @property
+    def root(self) -> int:
+        """Root of the base model's chains."""
+        return self._root
+
+    def root_for(self, model: str) -> int:
+        """Root of the chains for a request's model: the name's own if any engine ever used it (as its model or an
+        adapter), else this publisher's base model's, of which the name must be an alias."""
+        return self._index.roots.get(model, self._root)
+
+    # --- what it holds
+
+    def bits(self, tier: str) -> int:
+        """Of the index's masks: a block with all of these is in the tier. 0 = nothing is."""
+        return sum(lane.bit for lane in self._tier_lanes(tier))
+
+    def holds(self, tier: str, key: int) -> bool:
+        bits = self.bits(tier)
+        return bool(bits) and self._index.masks.get(key, 0) & bits == bits
+
+    def held(self, tier: str) -> int:
+        """Blocks in a tier; of several groups, the group's with fewest."""
+        return min((lane.held for lane in self._tier_lanes(tier)), default=0)
+
+    def _tier_lanes(self, tier: str) -> list[Lane]:
+        """One a KV-cache group. A block is in the tier if it is in all of them."""
+        return [lane for (lane_tier, _), lane in self._lanes.items() if lane_tier == tier]
+
+    def tiers(self) -> set[str]:
+        """In which anything is or was held."""
+        return {tier for tier, _ in self._lanes}
+
+    @property
+    def parked(self) -> int:
+        """Blocks that the engine holds but that are not indexed yet, for want of an event that says what they are."""
+        return len(self._parking)
+
+    @property
+    def dropped(self) -> int:
+        """Parked blocks that were given up for newer ones."""
+        return self._parking.dropped
+
+    # --- events
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """In order. A `Batch` is an iterable of its events."""
+        if self._closed:
+            return
+        for event in events:
+            if type(event) is BlockStored:
+                self._store(event)
+            elif type(event) is BlockRemoved:
+                self._remove(event)
+            elif type(event) is BlocksCleared:
+                self.clear(event.tiers)
+
+    def clear(self, tiers: Iterable[str] | None = None) -> None:
+        """Forget what is held in these tiers; None = everything, wherever it is."""
+        wanted = None if tiers is None else set(tiers)
+        gone = {name: lane for name, lane in self._lanes.items() if wanted is None or name[0] in wanted}
+        for name, lane in gone.items():
+            del self._lanes[name]
+            self._index.close_lane(lane)
+        self._admitted.clear()
+        if wanted is None:
+            self._parking.clear()
+            self.own_hashes = HashKeys(self._is_held)
+            self._learned_chunk = 0
+        elif gone and self._parking:
+            self._parking.forget(gone.values())
+
+    def close(self) -> None:
+        """The endpoint is gone: forget everything. Events that still arrive are ignored."""
+        if not self._closed:
+            self.clear()
+            self._closed = True
+            self._index.forget(self)
+
+    def _store(self, event: BlockStored) -> None:
+        lane = self._admit(event)
+        if lane is None:
+            return
+        self.stored_blocks += len(event.hashes)
+        parent = self._parent_key(event) if event.tokens and _says_all(event) else None
+        if parent is None:
+            self._store_by_hash(event, lane)
+        else:
+            keys = chain(event.tokens, event.block_size, parent, event.extras)
+            masks = lane.add_chain(keys, count_copies=not event.repeats)
+            self._learn(event.hashes, keys, masks)
+        if self._parking:
+            self._settle(event.hashes)
+
+    def _store_by_hash(self, event: BlockStored, lane: Lane) -> None:
+        """For events that do not say all: trust what is known of a hash, derive the rest, keep the remainder aside."""
+        keys = self._keys(event.hashes)
+        if None in keys:
+            if event.tokens:
+                keys = self._derive(event, keys)
+            self._park(event, lane, keys)
+        for key in keys:
+            if key is not None:
+                lane.add(key, count_copies=not event.repeats)
+
+    def _derive(self, event: BlockStored, keys: Sequence[int | None]) -> list[int | None]:
+        """Fill the gaps in `keys` that follow a known block (or a known parent) from the event's tokens."""
+        derived: list[int | None] = []
+        before = self._parent_key(event)
+        extras = event.extras or {}
+        step = 4 * event.block_size
+        for i, key in enumerate(keys):
+            if key is None and before is not None:
+                key = block_key(event.tokens[i * step : (i + 1) * step], before, extras.get(i, b""))
+                mask = self._index.masks.get(key)
+                self._learn([event.hashes[i]], [key], [mask] if mask else [])
+            derived.append(key)
+            before = key
+        return derived
+
+    def _parent_key(self, event: BlockStored) -> int | None:
+        """Key of the block before the event's first; None if unknown. Before a prompt's first block it is the root,
+        provided that the event lets us tell a salted block from an unsalted one."""
+        if event.parent is not None:
+            return self._key(event.parent)
+        if not _says_all(event):
+            first = event.tokens[: 4 * event.block_size]
+            if event.lora_name or not is_unsalted_first_block(event.hashes[0], first):
+                return None
+        return self._index.root(event.lora_name) if event.lora_name else self._root
+
+    def _park(self, event: BlockStored, lane: Lane, keys: Sequence[int | None]) -> None:
+        for block_hash, key in zip(event.hashes, keys, strict=True):
+            if key is None:
+                self._parking.claim(block_hash, lane)
+        if event.tokens and None in keys:
+            self._parking.wait_for(event.hashes[0] if event.parent is None else event.parent, event)
+
+    def _settle(self, hashes: Iterable[int]) -> None:
+        """Index what waited for these hashes, and what waited for that."""
+        queue = list(hashes)
+        while queue:
+            block_hash = queue.pop()
+            key = self._key(block_hash)
+            if key is None:
+                continue
+            lanes, events = self._parking.learned(block_hash)
+            for lane in lanes:  # once for each copy
+                lane.add(key)
+            for event in events:
+                self._derive(event, self._keys(event.hashes))
+                queue.extend(event.hashes)
+                self._release(event.hashes)  # in case nobody holds them by now
+
+    def _remove(self, event: BlockRemoved) -> None:
+        lane = self._lanes.get((event.tier, event.group or 0))
+        if lane is None:
+            return
+        self.removed_blocks += len(event.hashes)
+        hashes = event.hashes
+        if self._parking:
+            hashes = [block_hash for block_hash in hashes if not self._parking.unclaim(block_hash, lane)]
+        own = self.own_hashes.keys
+        self._release(
+            [
+                block_hash
+                for block_hash, key in zip(hashes, self._keys(hashes), strict=True)
+                if key is not None and (lane.remove(key) or block_hash in own)
+            ]
+        )
+
+    # --- which events count
+
+    def _admit(self, event: BlockStored) -> Lane | None:
+        """The lane that the event's blocks belong in; None, counted, if they are not to be indexed."""
+        if event.tokens and len(event.tokens) != 4 * event.block_size * len(event.hashes):
+            self.skipped["tokens_do_not_fill_blocks"] += 1
+            return None
+        scope = (event.tier, event.group, event.kind, event.lora_name, event.block_size if event.tokens else 0)
+        lane = self._admitted.get(scope)
+        if lane is None:
+            lane = self._examine(event)
+            if lane is not None and len(self._admitted) < MAX_SCOPES:
+                self._admitted[scope] = lane
+        if event.tokens and event.extras is None and event.tier != "gpu":
+            self._learn_chunk(len(event.hashes))
+        return lane
+
+    def _examine(self, event: BlockStored) -> Lane | None:
+        """`_admit` for events unlike those before."""
+        problem = self._problem(event)
+        lane = None
+        if not problem:
+            if event.tokens:
+                self._learn_block_size(event.block_size)
+            lane = self._lane(event.tier, event.group or 0)
+        if lane is None:
+            self.skipped[problem or "too_many_tiers"] += 1
+        return lane
+
+    def _problem(self, event: BlockStored) -> str:
+        """Why events like this one are not indexed; "" if they are."""
+        indexed = self._is_prefix_cache(event)
+        if not indexed:
+            return "unknown_group" if indexed is None else "not_a_prefix_cache"
+        if event.lora_name and self._index.root(event.lora_name) is None:
+            return "too_many_models"
+        if event.tokens and event.block_size != self._block_size and any(lane.held for lane in self._lanes.values()):
+            return "other_block_size"
+        return ""
+
+    def _is_prefix_cache(self, event: BlockStored) -> bool | None:
+        """None if the event names a group whose kind no event has told yet."""
+        says = event.kind in PREFIX_KINDS if event.kind else None
+        if event.group is None:
+            return says is not False
+        if says is not None and (event.group in self._groups or len(self._groups) < MAX_GROUPS):
+            if self._groups.get(event.group) is not says:
+                self._admitted.clear()
+            self._groups[event.group] = says
+        return self._groups.get(event.group)
+
+    def _lane(self, tier: str, group: int) -> Lane | None:
+        lane = self._lanes.get((tier, group)) or self._index.open_lane(tier)
+        if lane is not None:
+            self._lanes[tier, group] = lane
+        return lane
+
+    def _learn_block_size(self, block_size: int) -> None:
+        if block_size != self._block_size:
+            self._block_size = block_size
+            self._admitted.clear()
+            self._index.changed()
+
+    def _learn_chunk(self, blocks: int) -> None:
+        # Offloading announces one chunk an event. Publishers of other CPU tiers announce any number of blocks, of which
+        # 1 is the common divisor soon enough.
+        chunk = gcd(self._learned_chunk, blocks)
+        if chunk != self._learned_chunk:
+            self._learned_chunk = chunk
+            self._index.changed()
+
+    # --- hash → key
+
+    def _key(self, block_hash: int) -> int | None:
+        own = self.own_hashes.keys
+        key = own.get(block_hash) if own else None
+        return self._shared.keys.get(block_hash) if key is None else key
+
+    def _keys(self, hashes: Sequence[int]) -> list[int | None]:
+        return list(map(self._key if self.own_hashes.keys else self._shared.keys.get, hashes))
+
+    def _learn(self, hashes: Sequence[int], keys: list[int], masks: list[int]) -> None:
+        """These hashes are these keys, which `masks` held so far ([] = nobody any).
+
+        What another engine uses the same hash for stays; and where others know a block by another hash, ours is kept
+        for ourselves: the shared table is for engines that agree.
+        """
+        shared, own = self._shared.keys, self.own_hashes.keys
+        # Blocks that nobody holds are learned in passing.
+        known = list(map(shared.get, hashes) if masks else map(shared.setdefault, hashes, keys))
+        if known == keys and not own:
+            return
+        for block_hash, key, mask, before in zip(hashes, keys, masks or repeat(0), known, strict=False):
+            if before == key:
+                own.pop(block_hash, None)
+            elif before is None and not mask:
+                shared[block_hash] = key
+            else:
+                own[block_hash] = key
+
+    def _release(self, hashes: Sequence[int]) -> None:
+        self._shared.release(hashes)
+        if self.own_hashes.keys:
+            self.own_hashes.release(hashes)
+
+    def _is_held(self, key: int) -> bool:
+        mask = self._index.masks.get(key, 0)
+        return any(mask & lane.bit for lane in self._lanes.values())
+
+
+def _says_all(event: BlockStored) -> bool:
+    """Do tokens, adapter and extra keys of the event determine its blocks' keys? Off the GPU engines leave extra keys
+    out; on it, an event without them is from an engine that has none."""
+    return event.extras is not None or event.tier == "gpu"

@@ -1,0 +1,112 @@
+"""Blocks that an endpoint will probably hold soon, because a prompt was just sent there.
+
+Events come only when the engine has computed the blocks; until then a burst of equal prompts would see an empty cache
+everywhere and scatter. So a pick is noted here, for as long as its request runs and not longer than a time to live.
+Nothing here is proof: the figures that count hits never include it.
+
+Holders are any hashable names of endpoints. Keys are those of keys.py: a key stands for everything before it too, which
+is why a run can be found by bisection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+
+import msgspec
+
+MAX_KEYS = 1 << 20
+"""Noted keys, all requests together; what would exceed it is not noted."""
+
+
+class _Note(msgspec.Struct, frozen=True):
+    holder: Hashable
+    keys: Sequence[int]
+    expires: float
+
+
+class Speculation:
+    """`now` is in seconds of any clock that does not go back."""
+
+    def __init__(self, time_to_live: float = 2.0, max_keys: int = MAX_KEYS) -> None:
+        self.time_to_live = time_to_live
+        self._max_keys = max_keys
+        self._notes: OrderedDict[Hashable, list[_Note]] = OrderedDict()
+        """Request → what was noted for it; the oldest first."""
+        self._counts: dict[Hashable, Counter[int]] = {}
+        """Holder → key → how many requests wait for it."""
+        self.keys = 0
+        self.dropped = 0
+        """Notes not taken for want of room."""
+
+    def __len__(self) -> int:
+        """Requests noted."""
+        return len(self._notes)
+
+    @property
+    def occupancy(self) -> float:
+        """0..1"""
+        return self.keys / self._max_keys
+
+    def holders(self) -> Collection[Hashable]:
+        """Who has notes at all."""
+        return self._counts.keys()
+
+    def add(self, request: Hashable, holder: Hashable, keys: Sequence[int], now: float) -> None:
+        """`request` was sent to `holder`, which will hold the consecutive `keys`. May be called several times for one
+        request: several prompts, several holders."""
+        if not keys:
+            return
+        if self.keys + len(keys) > self._max_keys:
+            self.dropped += 1
+            return
+        self._notes.setdefault(request, []).append(_Note(holder, keys, now + self.time_to_live))
+        self._counts.setdefault(holder, Counter()).update(keys)
+        self.keys += len(keys)
+
+    def drop(self, request: Hashable) -> None:
+        """The request has ended, or its blocks have come. Unknown requests are nothing new."""
+        for note in self._notes.pop(request, ()):
+            self._take_out(note)
+
+    def forget(self, holder: Hashable) -> None:
+        """The endpoint is gone, or has lost everything."""
+        if self._counts.pop(holder, None) is None:
+            return
+        for request, notes in list(self._notes.items()):
+            rest = [note for note in notes if note.holder != holder]
+            self.keys -= sum(len(note.keys) for note in notes if note.holder == holder)
+            if rest:
+                self._notes[request] = rest
+            else:
+                del self._notes[request]
+
+    def expire(self, now: float) -> None:
+        """To be called now and then: takes out what is past its time."""
+        while self._notes:
+            request, notes = next(iter(self._notes.items()))
+            if notes[0].expires > now:
+                return
+            self.drop(request)
+
+    def run(self, holder: Hashable, keys: Sequence[int], start: int) -> int:
+        """How many of `keys`, from `start` on without a hole, `holder` will probably hold."""
+        counts = self._counts.get(holder)
+        if counts is None or start >= len(keys) or keys[start] not in counts:
+            return 0
+        return bisect_left(range(start, len(keys)), True, key=lambda i: keys[i] not in counts)
+
+    def _take_out(self, note: _Note) -> None:
+        counts = self._counts.get(note.holder)
+        self.keys -= len(note.keys)
+        if counts is None:
+            return
+        for key in note.keys:
+            left = counts[key] - 1
+            if left:
+                counts[key] = left
+            else:
+                del counts[key]
+        if not counts:
+            del self._counts[note.holder]

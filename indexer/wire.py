@@ -1,0 +1,336 @@
+"""An engine's event payload → typed events.
+
+One decoder for every engine: events may be maps (today's vLLM), positional arrays (vLLM up to 0.23, SGLang) or either
+of them wrapped in a msgpack bin; hashes may be integers of any width or digests. A batch of maps, the common case, is
+decoded in one typed pass; anything else goes event by event, so that one bad event is named and skipped alone.
+
+Left out: what the events mean for residency (residency.py), and the message around the payload (feed.py).
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, cast
+
+import msgspec
+
+from indexer.keys import encode_extras
+
+MAX_PAYLOAD = 16 << 20
+"""Bytes. A step's batch is at most a few hundred kB; decoding takes at most a small multiple of this in memory."""
+
+MAX_NAME = 512
+MAX_BLOCK_SIZE = 1 << 16
+_UINT64 = (1 << 64) - 1
+
+_TIERS = {
+    None: "gpu",
+    "": "gpu",
+    "GPU": "gpu",
+    "CPU": "cpu",
+    "STORAGE": "storage",
+    "cpu_pinned": "cpu",
+    "cpu_tier1": "cpu",
+    "cpu_tier2": "cpu",
+    "disk": "storage",
+    "external": "storage",
+    "fs": "storage",
+    "obj": "storage",
+    "object_store": "storage",
+    "shared_storage": "storage",
+}
+
+
+class BadPayload(ValueError):
+    """The payload as a whole cannot be read: too large, not msgpack, or not a batch."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, gc=False):
+    """Blocks now held in a tier. Without tokens it is a placeholder: only the hashes say what is held."""
+
+    hashes: Sequence[int]
+    """The engine's own block hashes, opaque uint64, in prompt order."""
+    parent: int | None = None
+    """Hash of the block before the first; None = the prompt starts here."""
+    tokens: bytes = b""
+    """Little-endian uint32 of all the blocks together."""
+    block_size: int = 0
+    tier: str = "gpu"
+    lora_name: str = ""
+    extras: Mapping[int, bytes] | None = None
+    """Block number in this event → what besides tokens is in its hash (`keys.encode_extras`). None = the engine does
+    not say, and then a salted block looks like an unsalted one."""
+    group: int | None = None
+    kind: str = ""
+    """`kv_cache_spec_kind`; "" = not said."""
+    repeats: bool = False
+    """May announce blocks again that it has announced before, without a second copy existing (vLLM's
+    `kv_cache_report_mode: full` re-sends the hit prefix from its first block, with the session's id)."""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
+    hashes: Sequence[int]
+    tier: str = "gpu"
+    group: int | None = None
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    tiers: tuple[str, ...] | None = None
+    """Which tiers were emptied; None = the engine does not say."""
+
+
+Event = BlockStored | BlockRemoved | BlocksCleared
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """An event that was left out."""
+
+    reason: str
+    """`unknown_type`, `bad_field` or `malformed`: fit for a metric label."""
+    detail: str
+
+
+class Batch(msgspec.Struct, frozen=True):
+    timestamp: float
+    """Seconds since the epoch, by the engine's clock."""
+    events: list[Event]
+    rank: int | None = None
+    """Data-parallel rank, where the engine says it."""
+    skipped: Sequence[Skipped] = ()
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+
+# --- what is on the wire; field names and order are the engines'
+
+_Hash = int | bytes
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+_Group = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None
+    token_ids: list[int]
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)]
+    lora_id: int | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: _Group | None = None
+    kv_cache_spec_kind: _Name | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    session_id: Any = None
+
+    def event(self) -> BlockStored:
+        parent, extra_keys = self.parent_block_hash, self.extra_keys
+        lora_name = self.lora_name or ""
+        extras = None
+        if extra_keys is not None:
+            if len(extra_keys) != len(self.block_hashes):
+                raise ValueError(f"extra_keys has {len(extra_keys)} entries for {len(self.block_hashes)} blocks")
+            extras = _extras(extra_keys, lora_name) if any(extra_keys) else _NO_EXTRAS
+        return BlockStored(
+            _hashes(self.block_hashes),
+            None if parent is None else uint64_hash(parent) or None,  # some publishers send 0 for "no parent"
+            _uint32s(self.token_ids),
+            self.block_size,
+            canonical_tier(self.medium),
+            lora_name,
+            extras,
+            self.group_idx,
+            self.kv_cache_spec_kind or "",
+            parent is None and self.session_id is not None,
+        )
+
+
+class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[_Hash]
+    medium: _Name | None = None
+    group_idx: _Group | None = None
+
+    def event(self) -> BlockRemoved:
+        return BlockRemoved(_hashes(self.block_hashes), canonical_tier(self.medium), self.group_idx)
+
+
+class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    tiers: Any = None
+    """Our connector's own field; engines without it may put anything here, and then they did not say."""
+
+    def event(self) -> BlocksCleared:
+        if isinstance(self.tiers, list) and all(isinstance(medium, str) for medium in self.tiers):
+            return BlocksCleared(tuple(map(canonical_tier, self.tiers)))
+        return BlocksCleared()
+
+
+class _StoredArray(_Stored, array_like=True, tag_field="type", tag="BlockStored", gc=False):
+    pass
+
+
+class _RemovedArray(_Removed, array_like=True, tag_field="type", tag="BlockRemoved", gc=False):
+    pass
+
+
+class _ClearedArray(_Cleared, array_like=True, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+_MapEvent = _Stored | _Removed | _Cleared
+_ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+
+
+class _MapBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_MapEvent]
+    data_parallel_rank: int | None = None
+
+
+class _RawBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+class _NamedBatch(msgspec.Struct, gc=False):
+    """A batch as a map, with the names of both spellings in use."""
+
+    ts: float | None = None
+    TS: float | None = None
+    events: list[msgspec.Raw] | None = None
+    Events: list[msgspec.Raw] | None = None
+    data_parallel_rank: int | None = None
+    attn_dp_rank: int | None = None
+
+
+_decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
+_decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_named = msgspec.msgpack.Decoder(_NamedBatch).decode
+_decode_map_event = msgspec.msgpack.Decoder(_MapEvent).decode
+_decode_array_event = msgspec.msgpack.Decoder(_ArrayEvent).decode
+_decode_bytes = msgspec.msgpack.Decoder(bytes).decode
+
+_NO_EXTRAS: Mapping[int, bytes] = {}
+_BYTE_ORDER = "@" if sys.byteorder == "little" else "<"  # the native order, where it is the right one, packs faster
+
+_UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError, struct.error)
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Raises BadPayload if there is no batch to read; a bad event inside a batch is in `skipped` instead."""
+    if len(payload) > MAX_PAYLOAD:
+        raise BadPayload(f"payload of {len(payload)} bytes is over the limit of {MAX_PAYLOAD}")
+    try:
+        batch = _decode_maps(payload)
+        events = batch.events if len(batch.events) == 1 else _merge_removals(batch.events)
+        return Batch(batch.ts, [event.event() for event in events], batch.data_parallel_rank)
+    except _UNREADABLE:
+        return _decode_one_by_one(payload)
+
+
+def _merge_removals(events: Iterable[_MapEvent]) -> list[_MapEvent]:
+    """Engines send evictions as one event per block; neighbours that differ in nothing else become one event."""
+    merged: list[_MapEvent] = []
+    last: _MapEvent | None = None
+    for event in events:
+        if (
+            type(event) is _Removed
+            and type(last) is _Removed
+            and event.medium == last.medium
+            and event.group_idx == last.group_idx
+        ):
+            last.block_hashes += event.block_hashes
+        else:
+            last = event
+            merged.append(event)
+    return merged
+
+
+def _decode_one_by_one(payload: bytes) -> Batch:
+    try:
+        timestamp, raw_events, rank = _open_batch(payload)
+    except _UNREADABLE as error:
+        raise BadPayload(f"not an event batch: {error}") from error
+    events: list[Event] = []
+    skipped: list[Skipped] = []
+    for raw in raw_events:
+        try:
+            events.append(_decode_event(bytes(raw)).event())
+        except _UNREADABLE as error:
+            skipped.append(Skipped(_reason(error), str(error)[:200]))
+    return Batch(timestamp, events, rank, skipped)
+
+
+def _open_batch(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
+    if _is_map(payload):
+        named = _decode_named(payload)
+        events = named.events if named.events is not None else named.Events
+        if events is None:
+            raise ValueError("no `events`")
+        rank = named.data_parallel_rank if named.data_parallel_rank is not None else named.attn_dp_rank
+        return named.ts or named.TS or 0.0, events, rank
+    batch = _decode_raw(payload)
+    return batch.ts, batch.events, batch.data_parallel_rank
+
+
+def _decode_event(raw: bytes) -> _MapEvent | _ArrayEvent:
+    if raw[:1] in (b"\xc4", b"\xc5", b"\xc6"):
+        raw = _decode_bytes(raw)
+    return _decode_map_event(raw) if _is_map(raw) else _decode_array_event(raw)
+
+
+def _is_map(data: bytes) -> bool:
+    return bool(data) and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, msgspec.ValidationError):
+        return "unknown_type" if str(error).startswith("Invalid value") else "bad_field"
+    return "malformed" if isinstance(error, msgspec.DecodeError | RecursionError) else "bad_field"
+
+
+def uint64_hash(value: int | bytes) -> int:
+    """An engine's block hash as uint64: integers keep their bits, digests their last eight bytes, big-endian."""
+    if isinstance(value, int):
+        return value & _UINT64
+    if not value:
+        raise ValueError("empty block hash")
+    return int.from_bytes(value[-8:], "big")
+
+
+def _hashes(values: list[_Hash]) -> list[int]:
+    for value in values:
+        if type(value) is not int or value < 0:
+            return [uint64_hash(value) for value in values]
+    return cast(list[int], values)
+
+
+def _uint32s(token_ids: list[int]) -> bytes:
+    return struct.pack(f"{_BYTE_ORDER}{len(token_ids)}I", *token_ids)
+
+
+def _extras(extra_keys: list[list[Any] | None], lora_name: str) -> dict[int, bytes]:
+    encoded: dict[int, bytes] = {}
+    for block, items in enumerate(extra_keys):
+        # The adapter is in the chain's root already; the engine lists it first.
+        rest = items[1:] if items and lora_name and items[0] == lora_name else items
+        if rest:
+            encoded[block] = encode_extras(rest)
+    return encoded
+
+
+def canonical_tier(medium: str | None) -> str:
+    """`gpu`, `cpu`, `storage`; a medium nobody knows is a tier of its own, lower-cased."""
+    tier = _TIERS.get(medium)
+    if tier is None:
+        name = (medium or "").lower()
+        tier = _TIERS.get(name, name)
+    return tier
+
+
+def parse_topic(topic: str) -> tuple[str, str]:
+    """`kv@pod@model` → (pod, model), where the model may contain `@`; anything else → (the whole topic, "")."""
+    parts = topic.split("@", 2)
+    return (parts[1], parts[2]) if len(parts) == 3 else (topic, "")

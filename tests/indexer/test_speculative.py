@@ -1,0 +1,109 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.speculative import Speculation
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+KEYS = list(range(100, 120))
+
+
+def test_a_pick_extends_the_run_of_the_picked_endpoint_only() -> None:
+    speculation = Speculation()
+    speculation.add("r", A, KEYS[:10], now=0.0)
+    assert speculation.run(A, KEYS, 0) == 10
+    assert speculation.run(A, KEYS, 4) == 6
+    assert speculation.run(A, KEYS, 10) == 0
+    assert speculation.run(B, KEYS, 0) == 0
+
+
+def test_only_what_follows_the_proven_run_need_be_noted() -> None:
+    speculation = Speculation()
+    speculation.add("r", A, KEYS[6:], now=0.0)
+    assert speculation.run(A, KEYS, 6) == 14
+    assert speculation.run(A, KEYS, 0) == 0
+
+
+def test_another_prompt_with_the_same_beginning_shares_that() -> None:
+    speculation = Speculation()
+    speculation.add("r", A, KEYS, now=0.0)
+    assert speculation.run(A, [*KEYS[:7], 1, 2, 3], 0) == 7
+
+
+def test_two_requests_are_counted_so_the_end_of_one_leaves_the_other() -> None:
+    speculation = Speculation()
+    speculation.add("r1", A, KEYS[:10], now=0.0)
+    speculation.add("r2", A, KEYS, now=0.0)
+    speculation.drop("r2")
+    assert speculation.run(A, KEYS, 0) == 10
+    speculation.drop("r1")
+    assert speculation.run(A, KEYS, 0) == 0
+    assert (len(speculation), speculation.keys) == (0, 0)
+
+
+def test_dropping_twice_or_an_unknown_request_changes_nothing() -> None:
+    speculation = Speculation()
+    speculation.add("r1", A, KEYS, now=0.0)
+    speculation.drop("other")
+    speculation.drop("r1")
+    speculation.drop("r1")
+    assert speculation.keys == 0
+
+
+def test_notes_expire() -> None:
+    speculation = Speculation(time_to_live=2.0)
+    speculation.add("r1", A, KEYS[:5], now=0.0)
+    speculation.add("r2", B, KEYS, now=1.5)
+    speculation.expire(1.9)
+    assert speculation.run(A, KEYS, 0) == 5
+    speculation.expire(2.0)
+    assert speculation.run(A, KEYS, 0) == 0
+    assert speculation.run(B, KEYS, 0) == 20
+
+
+def test_an_endpoint_that_is_gone_has_no_notes() -> None:
+    speculation = Speculation()
+    speculation.add("r1", A, KEYS, now=0.0)
+    speculation.add("r1", B, KEYS[:3], now=0.0)
+    speculation.add("r2", A, KEYS, now=0.0)
+    speculation.forget(A)
+    assert speculation.run(A, KEYS, 0) == 0
+    assert speculation.run(B, KEYS, 0) == 3
+    assert (len(speculation), speculation.keys) == (1, 3)
+
+
+def test_there_is_a_limit() -> None:
+    speculation = Speculation(max_keys=25)
+    speculation.add("r1", A, KEYS, now=0.0)
+    speculation.add("r2", B, KEYS, now=0.0)
+    assert (speculation.keys, speculation.dropped) == (20, 1)
+    assert speculation.run(B, KEYS, 0) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "drop", "forget", "expire"]), st.integers(0, 5), st.integers(0, 20)),
+        max_size=40,
+    )
+)
+def test_what_is_noted_is_exactly_what_runs(operations: list[tuple[str, int, int]]) -> None:
+    speculation, model, now = Speculation(5.0), {}, 0.0
+    for operation, number, length in operations:
+        now += 1.0
+        holder = (A, B)[number % 2]
+        if operation == "add":
+            speculation.drop(number)
+            speculation.add(number, holder, KEYS[:length], now)
+            model[number] = (holder, length, now + 5.0)
+        elif operation == "drop":
+            speculation.drop(number)
+            model.pop(number, None)
+        elif operation == "forget":
+            speculation.forget(holder)
+            model = {r: note for r, note in model.items() if note[0] != holder}
+        else:
+            speculation.expire(now)
+            model = {r: note for r, note in model.items() if note[2] > now}
+        for each in (A, B):
+            longest = max((length for holder, length, _ in model.values() if holder == each), default=0)
+            assert speculation.run(each, KEYS, 0) == longest
+    assert speculation.keys == sum(length for _, length, _ in model.values())

@@ -1,0 +1,98 @@
+"""Families whose values live elsewhere (feeds, indexes, in-flight accounts) and are read when somebody scrapes.
+
+A source is a callable that yields readings: family name without the `llm_d_epp_` prefix, label values in the family's
+order, value. Equal label values are added up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client import Metric
+
+logger = logging.getLogger(__name__)
+
+Reading = tuple[str, Sequence[str], float]
+Source = Callable[[], Iterable[Reading]]
+
+OCCUPANCY = "tierpick_occupancy_ratio"
+
+
+class _Declared(NamedTuple):
+    kind: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+_POD = ("pod_identifier",)
+_SKIPPED = ("cache_kind", "reason")
+_FLOW = ("endpoint_name", "namespace", "producer_name", "fairness_id", "priority")
+
+DECLARED: Mapping[str, _Declared] = {
+    "prefix_indexer_size": _Declared("gauge", "Entries in a prefix index.", ("plugin_name", "plugin_type")),
+    "kv_cache_index_admissions_total": _Declared("counter", "Block keys added to the index."),
+    "kv_cache_index_evictions_total": _Declared("counter", "Block keys removed from the index."),
+    "kv_cache_events_dedup_removed_hashes_suppressed_total": _Declared(
+        "counter", "Removed hashes held back because another copy of the block remains."
+    ),
+    "kv_cache_events_dedup_removed_hashes_forwarded_total": _Declared(
+        "counter", "Removed hashes that took the last copy of the block."
+    ),
+    "kv_cache_events_stores_skipped_total": _Declared("counter", "Stored events not applied.", _SKIPPED),
+    "kv_cache_events_removals_skipped_total": _Declared("counter", "Removed events not applied.", _SKIPPED),
+    "kv_cache_events_active_subscribers": _Declared("gauge", "Event subscriptions that are open."),
+    "kv_cache_events_subscriber_reconnections_total": _Declared("counter", "Subscriptions opened again.", _POD),
+    "kv_cache_events_messages_received_total": _Declared("counter", "Event messages received.", _POD),
+    "kv_cache_events_zmq_errors_total": _Declared(
+        "counter", "Socket errors of event feeds.", ("pod_identifier", "operation")
+    ),
+    "kv_cache_events_pool_queue_depth": _Declared("gauge", "Event messages waiting to be applied."),
+    "kv_cache_events_pool_capacity": _Declared("gauge", "Event messages that may wait."),
+    "inflight_requests": _Declared("gauge", "Requests sent to the endpoint and not ended.", _FLOW),
+    "inflight_tokens": _Declared("gauge", "Uncached prompt tokens sent to the endpoint and not answered.", _FLOW),
+    OCCUPANCY: _Declared(
+        "gauge", "Fill of a bounded structure; at 1 new entries push out old ones or are refused.", ("name",)
+    ),
+}
+
+
+class Sources:
+    def __init__(self, failed: Callable[[str], None]) -> None:
+        """`failed(name)` is told of each reading round in which that source raised."""
+        self._sources: dict[str, Source] = {}
+        self._failed = failed
+
+    def add(self, name: str, source: Source) -> None:
+        """A second source of the same name replaces the first."""
+        self._sources[name] = source
+
+    def collect(self) -> Iterator[Metric]:
+        totals: dict[str, dict[tuple[str, ...], float]] = {}
+        for name, source in self._sources.items():
+            try:
+                _add_up(source(), totals)
+            except Exception:
+                logger.exception("a metrics source failed", extra={"source": name})
+                self._failed(name)
+        for family, values in totals.items():
+            yield _metric(family, values)
+
+
+def _add_up(readings: Iterable[Reading], totals: dict[str, dict[tuple[str, ...], float]]) -> None:
+    for family, labels, value in readings:
+        if len(labels) != len(DECLARED[family].labels):
+            raise ValueError(f"{family} has labels {DECLARED[family].labels}, got {labels}")
+        series = totals.setdefault(family, {})
+        key = tuple(labels)
+        series[key] = series.get(key, 0.0) + value
+
+
+def _metric(family: str, values: Mapping[tuple[str, ...], float]) -> Metric:
+    kind, text, labels = DECLARED[family]
+    name = family if family.startswith("tierpick_") else f"llm_d_epp_{family}"
+    metric = Metric(name.removesuffix("_total"), text, kind)
+    for key, value in values.items():
+        metric.add_sample(name, dict(zip(labels, key, strict=True)), value)
+    return metric

@@ -1,0 +1,229 @@
+"""The shared feeds follow the fleet, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from epp.config.environment import Environment
+from epp.fleet.endpoint import EndpointSpec
+from epp.fleet.fleet import Fleet
+from epp.producers.kv_events import KvEvents, KvEventsConfig, PodDiscoveryConfig, feed_address
+from epp.telemetry import Telemetry
+from indexer.feed import FeedAddress
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def config(**fields: Any) -> KvEventsConfig:
+    return KvEventsConfig(**fields)
+
+
+class TestFeedAddress:
+    def test_the_rank_is_added_to_both_ports(self) -> None:
+        pods = PodDiscoveryConfig(socket_port=5557, replay_socket_port=5600)
+        spec = EndpointSpec("10.0.0.7:8002", rank=2)
+        wanted = FeedAddress("tcp://10.0.0.7:5559", "tcp://10.0.0.7:5602", "kv@")
+        assert feed_address(spec, config(pod_discovery_config=pods)) == wanted
+
+    @pytest.mark.parametrize("port", [0, -1])
+    def test_no_replay_port_is_no_replay(self, port: int) -> None:
+        pods = PodDiscoveryConfig(replay_socket_port=port)
+        assert feed_address(EndpointSpec("10.0.0.7:8000"), config(pod_discovery_config=pods)).replay == ""
+
+    def test_what_discovery_says_comes_first(self) -> None:
+        spec = EndpointSpec("10.0.0.7:8000", rank=1, kv_events="tcp://10.0.0.7:9", kv_replay="tcp://10.0.0.7:10")
+        assert feed_address(spec, config()) == FeedAddress("tcp://10.0.0.7:9", "tcp://10.0.0.7:10", "kv@")
+
+    def test_ipv6_keeps_its_brackets(self) -> None:
+        assert feed_address(EndpointSpec("[fd00::7]:8000"), config()).events == "tcp://[fd00::7]:5557"
+
+    def test_without_pod_discovery_only_named_addresses_count(self) -> None:
+        assert feed_address(EndpointSpec("10.0.0.7:8000"), config(discover_pods=False)) == FeedAddress(topic="kv@")
+
+    def test_a_bound_socket_replaces_connections(self) -> None:
+        assert feed_address(EndpointSpec("10.0.0.7:8000"), config(zmq_endpoint="tcp://*:5557")) == FeedAddress()
+
+    def test_a_port_that_no_rank_can_have_is_an_error(self) -> None:
+        pods = PodDiscoveryConfig(socket_port=65535)
+        with pytest.raises(ValueError, match="out of range"):
+            feed_address(EndpointSpec("10.0.0.7:8000", rank=1), config(pod_discovery_config=pods))
+
+
+def stored(block_hash: int) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [block_hash],
+        "parent_block_hash": None,
+        "token_ids": [block_hash] * 16,
+        "block_size": 16,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+class Engine:
+    """Publishes on a port of its own; `number` is its only block."""
+
+    def __init__(self, number: int) -> None:
+        self.address = f"10.0.0.{number}:8000"
+        self.number = number
+        self.context = zmq.asyncio.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        port = self.pub.bind_to_random_port("tcp://127.0.0.1")
+        self.spec = EndpointSpec(self.address, f"pod-{number}", kv_events=f"tcp://127.0.0.1:{port}")
+
+    async def publish(self) -> None:
+        assert await self.pub.recv() == b"\1kv@"
+        await self.pub.send_multipart([f"kv@{self.address}@m".encode(), bytes(8), stored(self.number)])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def environment() -> Environment:
+    return Environment(Fleet(), Telemetry())
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[Engine]]:
+    engines = [Engine(number) for number in (1, 2)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+async def events(environment: Environment) -> AsyncIterator[KvEvents]:
+    events = KvEvents.of(environment)
+    await events.start()
+    yield events
+    await events.stop()
+
+
+def test_there_is_one_for_all_and_it_is_a_service(environment: Environment) -> None:
+    events = KvEvents.of(environment)
+    assert KvEvents.of(environment) is events
+    assert environment.services == [events]
+    assert environment.shared["kv-events"] is events
+
+
+def test_instances_must_agree_on_the_feeds(environment: Environment) -> None:
+    events = KvEvents.of(environment)
+    events.configure("a", config(topic_filter="kv@"))
+    events.configure("b", config(topic_filter="kv@"))
+    with pytest.raises(ValueError, match=r'"c" differs from that of "b"'):
+        events.configure("c", config(topic_filter="other@"))
+
+
+async def test_endpoints_come_and_go(environment: Environment, events: KvEvents, engines: list[Engine]) -> None:
+    fleet = environment.fleet
+    fleet.apply([engine.spec for engine in engines])
+    for engine in engines:
+        await engine.publish()
+    await until(lambda: [feed.residency.held("gpu") for feed in events.feeds.values()] == [1, 1])
+    gone = events.feeds[fleet.endpoints[0]]
+    fleet.apply([engines[1].spec])
+    assert list(events.feeds) == list(fleet.endpoints)
+    assert gone.residency.held("gpu") == 0
+    assert [entry["endpoint"] for entry in events.snapshot()] == ["10.0.0.2:8000"]
+
+
+async def test_a_changed_event_address_is_followed(
+    environment: Environment, events: KvEvents, engines: list[Engine]
+) -> None:
+    one, two = engines
+    environment.fleet.apply([one.spec])
+    await one.publish()
+    moved = EndpointSpec(one.address, one.spec.name, kv_events=two.spec.kv_events)
+    environment.fleet.apply([moved])
+    await two.publish()
+    (feed,) = events.feeds.values()
+    await until(lambda: feed.residency.held("gpu") == 1)
+    labelled = EndpointSpec(one.address, one.spec.name, kv_events=two.spec.kv_events, labels={"a": "b"})
+    environment.fleet.apply([labelled])
+    assert list(events.feeds.values()) == [feed], "other changes leave the feed alone"
+
+
+async def test_an_impossible_port_concerns_its_endpoint_only(environment: Environment, events: KvEvents) -> None:
+    events.config = config(pod_discovery_config=PodDiscoveryConfig(socket_port=65535))
+    environment.fleet.apply([EndpointSpec("127.0.0.1:8000", "a"), EndpointSpec("127.0.0.1:8001", "b", rank=1)])
+    states = {entry["endpoint"]: (entry["state"], entry["reason"]) for entry in events.snapshot()}
+    assert states["127.0.0.1:8001"] == ("lost", "event port 65535 + rank 1 is out of range")
+    assert states["127.0.0.1:8000"][0] == "syncing"
+
+
+async def test_engines_metrics_tell_the_chunk(environment: Environment, events: KvEvents) -> None:
+    environment.fleet.apply([EndpointSpec("127.0.0.1:8000", kv_events="tcp://127.0.0.1:9")])
+    (endpoint,) = environment.fleet.endpoints
+    assert events.feeds[endpoint].residency.blocks_per_chunk == 1
+    endpoint.load.cpu_blocks_per_chunk = 4
+    await until(lambda: events.feeds[endpoint].residency.blocks_per_chunk == 4)
+
+
+async def test_a_bound_socket_tells_engines_apart_by_topic(environment: Environment) -> None:
+    events = KvEvents.of(environment)
+    events.configure("precise", config(zmq_endpoint="tcp://127.0.0.1:*"))
+    environment.fleet.apply([EndpointSpec("10.0.0.1:8000"), EndpointSpec("10.0.0.2:8000"), EndpointSpec("10.0.0.2:1")])
+    await events.start()
+    assert events.shared_feed is not None
+    context = zmq.asyncio.Context()
+    pub = context.socket(zmq.XPUB)
+    pub.connect(events.shared_feed.endpoint)
+    assert await pub.recv() == b"\1kv@"
+    # a full identity, a bare IP that is unique, one that is not, one that nobody has
+    for pod in ("10.0.0.2:8000", "10.0.0.1", "10.0.0.2", "10.9.9.9:8000"):
+        await pub.send_multipart([f"kv@{pod}@m".encode(), bytes(8), stored(7)])
+    await until(lambda: events.shared_feed and events.shared_feed.unknown == 2)
+    held = {endpoint.address: feed.residency.held("gpu") for endpoint, feed in events.feeds.items()}
+    assert held == {"10.0.0.1:8000": 1, "10.0.0.2:8000": 1, "10.0.0.2:1": 0}
+    await events.stop()
+    context.destroy(linger=0)
+
+
+async def test_a_socket_that_cannot_be_bound_is_a_start_error(environment: Environment) -> None:
+    events = KvEvents.of(environment)
+    events.configure("precise", config(zmq_endpoint="tcp://192.0.2.1:5557"))
+    with pytest.raises(OSError, match=r"zmqEndpoint.*192\.0\.2\.1"):
+        await events.start()
+    await events.stop()
+
+
+async def test_a_scrape_shows_every_publisher(
+    environment: Environment, events: KvEvents, engines: list[Engine]
+) -> None:
+    environment.fleet.apply([engines[0].spec])
+    await engines[0].publish()
+    await until(lambda: next(iter(events.feeds.values())).counters.messages == 1)
+    value = environment.telemetry.registry.get_sample_value
+    assert value("llm_d_epp_kv_cache_events_active_subscribers") == 1
+    pod = {"pod_identifier": "10.0.0.1:8000"}
+    assert value("llm_d_epp_kv_cache_events_messages_received_total", pod) == 1
+    odd = msgspec.msgpack.encode([0.0, [{"type": "NewThing"}], 0])
+    await engines[0].pub.send_multipart([b"kv@p@m", (1).to_bytes(8, "big"), odd])
+    await until(lambda: next(iter(events.feeds.values())).counters.messages == 2)
+    skipped = "llm_d_epp_kv_cache_events_stores_skipped_total", {"cache_kind": "", "reason": "unknown_type"}
+    assert value(*skipped) == 1
+    msgspec.json.encode(events.snapshot())
+    environment.fleet.apply([])
+    assert value(*skipped) == 1, "a counter does not go back when an endpoint leaves"
+
+
+async def test_stopping_twice_or_unstarted_is_harmless(environment: Environment) -> None:
+    events = KvEvents.of(environment)
+    await events.stop()
+    await events.start()
+    await events.stop()
+    await events.stop()

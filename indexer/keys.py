@@ -28,18 +28,10 @@ def chain(tokens: bytes, block_size: int, parent: int, extras: Mapping[int, byte
 
     `block_size` is in tokens, > 0. `extras`: block number → `encode_extras(…)`; blocks with none are absent.
     """
-    keys: list[int] = []
-    add = keys.append
-    key = parent
+    digest, key, blocks = xxh3_64_intdigest, parent, _blocks(tokens, block_size)
     if not extras:
-        for (block,) in _blocks(tokens, block_size):
-            key = xxh3_64_intdigest(block, key)
-            add(key)
-        return keys
-    for number, (block,) in enumerate(_blocks(tokens, block_size)):
-        key = xxh3_64_intdigest(block + extras.get(number, b""), key)
-        add(key)
-    return keys
+        return [key := digest(block, key) for (block,) in blocks]
+    return [key := digest(block + extras.get(number, b""), key) for number, (block,) in enumerate(blocks)]
 
 
 def _blocks(tokens: bytes, block_size: int) -> Iterator[tuple[bytes]]:

@@ -301,10 +301,11 @@ def uint64_hash(value: int | bytes) -> int:
 
 
 def _hashes(values: list[_Hash]) -> list[int]:
-    for value in values:
-        if type(value) is not int or value < 0:
-            return [uint64_hash(value) for value in values]
-    return cast(list[int], values)
+    if set(map(type, values)) <= {int}:
+        integers = cast(list[int], values)
+        if not integers or min(integers) >= 0:
+            return integers
+    return [uint64_hash(value) for value in values]
 
 
 def _uint32s(token_ids: list[int]) -> bytes:

@@ -1,0 +1,66 @@
+"""`make bench`: what tierpick costs, as a table and as bench.json. Options: --quick, --out FILE."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench import bench_ext_proc, bench_feed, bench_index, bench_tokens, picker
+
+BARS: Mapping[str, tuple[str, float, str]] = {
+    "cpu_us_small_buffered": ("CPU per small request (200 new tokens in, JSON out), buffered", 400, "µs"),
+    "cpu_us_100k_1000chunks_buffered": (
+        "CPU per request: 100k tokens (5k new), 1000 chunks, buffered",
+        10_000,
+        "µs",
+    ),
+    "cpu_us_per_chunk_duplex": ("CPU per streamed chunk, duplex", 50, "µs"),
+    "match_us_512_blocks_64_endpoints": ("match 512 blocks, 64 endpoints", 40, "µs"),
+    "ingest_cpu_ns_per_block": ("ingest CPU per block, 32 blocks an event, ZMQ to visible", 1000, "ns"),
+    "bytes_per_unique_block_64_holders": ("memory per unique block, 64 holders", 300, "bytes"),
+}
+
+
+def measure(quick: bool) -> dict[str, float]:
+    figures = {
+        **bench_index.measure(quick=quick),
+        **bench_feed.measure(quick=quick),
+        **bench_tokens.measure(quick=quick),
+    }
+    with picker.command() as command:
+        figures |= uvloop.run(bench_ext_proc.measure(command))
+    return figures
+
+
+def table(figures: Mapping[str, float]) -> Table:
+    result = Table(title="what tierpick costs (CPU time; one process)")
+    for column, justify in (("what", "left"), ("figure", "right"), ("bar", "right"), ("", "left")):
+        result.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for key, (what, bar, unit) in BARS.items():
+        held = "[green]held[/]" if figures[key] <= bar else "[red]missed[/]"
+        result.add_row(what, f"{figures[key]:,.1f} {unit}", f"{bar:,g}", held)
+    result.add_section()
+    for key in sorted(figures.keys() - BARS.keys()):
+        result.add_row(key, f"{figures[key]:,.1f}", "", "")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, noisier figures")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    arguments = parser.parse_args()
+    figures = measure(arguments.quick)
+    Console().print(table(figures))
+    arguments.out.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

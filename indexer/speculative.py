@@ -5,7 +5,8 @@ everywhere and scatter. So a pick is noted here, for as long as its request runs
 Nothing here is proof: the figures that count hits never include it.
 
 Holders are any hashable names of endpoints. Keys are those of keys.py: a key stands for everything before it too, which
-is why a run can be found by bisection.
+is why a run can be found by bisection, and why of long prompts a sample of the keys is enough to note: what is likely
+need not be known to the block.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import msgspec
 
 MAX_KEYS = 1 << 20
 """Noted keys, all requests together; what would exceed it is not noted."""
+
+DENSE = 64
+STRIDE = 16
+"""Every key is noted up to block `DENSE`, from there on every 16th."""
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -56,6 +61,7 @@ class Speculation:
     def add(self, request: Hashable, holder: Hashable, keys: Sequence[int], now: float) -> None:
         """`request` was sent to `holder`, which will hold the consecutive `keys`. May be called several times for one
         request: several prompts, several holders."""
+        keys = _sample(keys)
         if not keys:
             return
         if self.keys + len(keys) > self._max_keys:
@@ -91,11 +97,16 @@ class Speculation:
             self.drop(request)
 
     def run(self, holder: Hashable, keys: Sequence[int], start: int) -> int:
-        """How many of `keys`, from `start` on without a hole, `holder` will probably hold."""
+        """How many of `keys`, from `start` on without a hole, `holder` will probably hold: at least."""
         counts = self._counts.get(holder)
-        if counts is None or start >= len(keys) or keys[start] not in counts:
+        if counts is None or start >= len(keys):
             return 0
-        return bisect_left(range(start, len(keys)), True, key=lambda i: keys[i] not in counts)
+        sample = _sample(keys)
+        first = _number_from(start)
+        if first >= len(sample) or sample[first] not in counts:
+            return 0
+        end = bisect_left(range(first, len(sample)), True, key=lambda i: sample[i] not in counts) + first
+        return _block(end - 1) + 1 - start
 
     def _take_out(self, note: _Note) -> None:
         counts = self._counts.get(note.holder)
@@ -110,3 +121,17 @@ class Speculation:
                 del counts[key]
         if not counts:
             del self._counts[note.holder]
+
+
+def _sample(keys: Sequence[int]) -> Sequence[int]:
+    return keys if len(keys) <= DENSE else [*keys[:DENSE], *keys[DENSE::STRIDE]]
+
+
+def _block(number: int) -> int:
+    """Which block the sample's `number`th key is of."""
+    return number if number < DENSE else DENSE + (number - DENSE) * STRIDE
+
+
+def _number_from(block: int) -> int:
+    """The sample's first key of this block or a later one."""
+    return block if block <= DENSE else DENSE + -(-(block - DENSE) // STRIDE)

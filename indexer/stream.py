@@ -80,6 +80,8 @@ class Counters:
     """Events that could not be read, by reason."""
     not_indexed: Counter[str] = field(default_factory=Counter)
     """Events that former residencies did not index, by reason."""
+    former: Counter[str] = field(default_factory=Counter)
+    """What former residencies counted besides."""
     duplicates: int = 0
     gaps: int = 0
     missed: int = 0
@@ -396,6 +398,7 @@ class Stream:
             self.residency = self._copy.residency
             self._copy.numbers.succeed(old.numbers)
             self.counters.not_indexed.update(old.residency.skipped)
+            self.counters.former.update(old.residency.counted())
             old.residency.close()
         elif self._history_due and not self._copy.numbers.complete:
             self._rebuild_in_time()

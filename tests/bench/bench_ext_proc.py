@@ -1,4 +1,4 @@
-"""CPU that a picker process spends a request, through a real Envoy: `python tests/bench/bench_ext_proc.py [COMMAND …]`.
+"""CPU that a picker process spends a request, through a real Envoy: `python -m tests.bench.bench_ext_proc [COMMAND …]`.
 
 COMMAND starts the picker; `{port}`, `{health_port}`, `{engine}` (its address) and `{engine_port}` (it answers at every
 127.x.x.x) in it are replaced. Without one, a picker with a director that does nothing is measured: what the ext_proc
@@ -8,13 +8,9 @@ process, all threads.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import inspect
 import json
-import random
-import re
 import sys
 import tempfile
 import time
@@ -29,25 +25,24 @@ from epp.routing import Answer, Observe, Outcome, RequestHead, ResponseHead, Rou
 from epp.server import ExtProcServer, ServerOptions
 from epp.toolbox.bootstrap import BootstrapOptions, Profile, render
 from epp.toolbox.processes import free_ports
+from tests.bench.bench_tokens import CHARS_PER_TOKEN, Text, completion
 
 HOST = "127.0.0.1"
 SMALL_REQUESTS = 2000
-SMALL_BYTES = 900
-"""About 200 tokens."""
+SMALL_CHARS = int(200 * CHARS_PER_TOKEN)
 CONCURRENCY = 8
 LONG_REQUESTS = 16
-LONG_BYTES = 400_000
-"""About 100k tokens."""
-CHANGED_BYTES = 20_000
-"""Of a long prompt: its last 5k tokens."""
+LONG_CHARS = int(100_000 * CHARS_PER_TOKEN)
+CHANGED_CHARS = int(5_000 * CHARS_PER_TOKEN)
+"""Of a long prompt: its last."""
 CHUNKS = 1000
 CHUNK_GAP_S = 0.001
 """uvloop's timers count milliseconds."""
 
-WORDS = sorted(set(re.findall(r"\w{2,12}", inspect.getsource(argparse))))
-
 USAGE = b'"usage":{"prompt_tokens":200,"completion_tokens":16,"prompt_tokens_details":{"cached_tokens":128}}'
 JSON_ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" hello"}],' + USAGE + b"}"
+METRICS = b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.5\n"
+METRICS_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(METRICS), METRICS)
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" hello"}]}\n\n'
 
 
@@ -56,7 +51,9 @@ async def measure(command: Sequence[str]) -> dict[str, float]:
     results = {}
     async with running(command, Profile.BUFFERED) as stack:
         results["cpu_us_small_buffered"] = await stack.cpu_us(small_requests) / SMALL_REQUESTS
-        results["cpu_us_100k_1000chunks_buffered"] = await stack.cpu_us(long_requests) / LONG_REQUESTS
+        bodies = long_bodies()
+        await stack.each_connection(lambda _: [bodies.pop()], 1)  # from now on the picker knows the common part
+        results["cpu_us_100k_1000chunks_buffered"] = await stack.cpu_us(sending(bodies, 4)) / len(bodies)
     async with running(command, Profile.DUPLEX) as stack:
         before = await stack.messages_from_picker()
         cpu = await stack.cpu_us(streams)
@@ -69,33 +66,29 @@ async def measure(command: Sequence[str]) -> dict[str, float]:
 
 async def small_requests(stack: Stack) -> None:
     """Each with a prompt of its own, as a cache of tokens knows only what has been asked before."""
-
-    def prompts(connection: int) -> list[bytes]:
-        rng = random.Random(f"small {connection}")
-        texts = [words(rng, SMALL_BYTES) for _ in range(SMALL_REQUESTS // CONCURRENCY)]
-        return [request(json.dumps({"model": "m", "prompt": text, "max_tokens": 16}).encode()) for text in texts]
-
-    await stack.each_connection(prompts, CONCURRENCY)
+    text = Text()
+    bodies = [completion(text.take(SMALL_CHARS)) for _ in range(SMALL_REQUESTS)]
+    await sending([request(body) for body in bodies], CONCURRENCY)(stack)
 
 
-async def long_requests(stack: Stack) -> None:
-    prefix = words(random.Random(2), LONG_BYTES - CHANGED_BYTES)
-
-    def prompts(connection: int) -> list[bytes]:
-        tails = [words(random.Random(100 * connection + i), CHANGED_BYTES) for i in range(LONG_REQUESTS // 4)]
-        return [request(json.dumps({"model": "m", "prompt": prefix + tail, "stream": True}).encode()) for tail in tails]
-
-    await stack.each_connection(prompts, 4)
+def long_bodies() -> list[bytes]:
+    """One more than is measured: the first makes the common part known."""
+    text = Text()
+    known = text.take(LONG_CHARS - CHANGED_CHARS)
+    prompts = [known + text.take(CHANGED_CHARS) for _ in range(LONG_REQUESTS + 1)]
+    return [request(json.dumps({"model": "m", "prompt": prompt, "stream": True}).encode()) for prompt in prompts]
 
 
 async def streams(stack: Stack) -> None:
-    body = json.dumps({"model": "m", "prompt": words(random.Random(3), SMALL_BYTES), "stream": True}).encode()
-    await stack.each_connection(lambda _: [request(body)] * 2, 4)
+    body = json.dumps({"model": "m", "prompt": Text().take(SMALL_CHARS), "stream": True}).encode()
+    await sending([request(body)] * 8, 4)(stack)
 
 
-def words(rng: random.Random, size: int) -> str:
-    """`size` characters of words in no order; about 4.5 of them make a token."""
-    return " ".join(rng.choices(WORDS, k=size // 3))[:size]
+def sending(requests: Sequence[bytes], connections: int) -> Callable[[Stack], Awaitable[None]]:
+    async def send(stack: Stack) -> None:
+        await stack.each_connection(lambda number: list(requests[number::connections]), connections)
+
+    return send
 
 
 def request(body: bytes) -> bytes:
@@ -164,7 +157,9 @@ class Engine(asyncio.Protocol):
         if not separator or not self._complete(head.lower(), body):
             return
         self._received.clear()
-        if b'"stream": true' in body:
+        if head.startswith(b"GET"):
+            self._transport.write(METRICS_ANSWER)
+        elif b'"stream": true' in body:
             task = asyncio.ensure_future(self._stream())
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
@@ -178,7 +173,7 @@ class Engine(asyncio.Protocol):
     def _complete(head: bytes, body: bytes) -> bool:
         if b"content-length:" in head:
             return len(body) >= int(head.split(b"content-length:")[1].split(b"\r", 1)[0])
-        return body.endswith(b"0\r\n\r\n")
+        return head.startswith(b"get") or body.endswith(b"0\r\n\r\n")
 
     async def _stream(self) -> None:
         self._transport.write(
@@ -278,12 +273,16 @@ async def serve(port: int, health_port: int, engine: str) -> None:
     await asyncio.Event().wait()
 
 
+def idle() -> list[str]:
+    """The command of a picker that does nothing."""
+    return [sys.executable, "-m", __spec__.name, "--serve", "{port}", "{health_port}", "{engine}"]
+
+
 def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["--serve"]:
         port, health_port, engine = arguments[1:]
         uvloop.run(serve(int(port), int(health_port), engine))
-    idle = [sys.executable, __file__, "--serve", "{port}", "{health_port}", "{engine}"]
-    for key, value in uvloop.run(measure(arguments or idle)).items():
+    for key, value in uvloop.run(measure(arguments or idle())).items():
         print(f"{key:36} {value:10.1f}")
 
 

@@ -498,6 +498,8 @@ def test_a_block_counts_if_all_groups_have_it(pod):
 def test_counters(pod):
     pod.apply([stored(3), stored(2, tier="cpu"), removed(1)])
     assert (pod.stored_blocks, pod.removed_blocks) == (5, 1)
+    pod.apply([stored(3), removed(1, 2), removed(1, tier="storage")])
+    assert pod.counted() == {"stored_blocks": 8, "removed_blocks": 2, "removed_copies": 1, "skipped_removals": 1}
 
 
 def test_events_are_applied_in_order_whatever_the_batch(index):

@@ -1,7 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.speculative import Speculation
+from indexer.speculative import STRIDE, Speculation
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 KEYS = list(range(100, 120))
@@ -107,3 +108,18 @@ def test_what_is_noted_is_exactly_what_runs(operations: list[tuple[str, int, int
             longest = max((length for holder, length, _ in model.values() if holder == each), default=0)
             assert speculation.run(each, KEYS, 0) == longest
     assert speculation.keys == sum(length for _, length, _ in model.values())
+
+
+@pytest.mark.parametrize("shared", [1, 63, 64, 65, 80, 81, 500, 999, 1000])
+@pytest.mark.parametrize("start", [0, 10, 64, 70, 300])
+def test_a_long_prompt_is_noted_by_samples_and_its_run_is_never_too_long(shared: int, start: int) -> None:
+    speculation = Speculation()
+    noted = list(range(1, 1001))
+    speculation.add("request", "pod", noted, 0.0)
+    assert speculation.keys < 130
+    asked = noted[:shared] + [-i for i in range(1, 1001 - shared)]
+    run = speculation.run("pod", asked, start)
+    assert run <= max(0, shared - start)
+    assert run >= max(0, shared - start - STRIDE)
+    speculation.drop("request")
+    assert (speculation.keys, speculation.run("pod", asked, start)) == (0, 0)

@@ -46,6 +46,9 @@ class Held:
     def clear(self, tiers: object = None) -> None:
         self.hashes.clear()
 
+    def counted(self) -> Counter[str]:
+        return Counter(hashes=len(self.hashes))
+
     def close(self) -> None:
         self.closed = True
 

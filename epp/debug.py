@@ -140,6 +140,7 @@ class _Pages:
         return {
             **asdict(endpoint.spec),
             "slot": endpoint.slot,
+            "reachable": endpoint.reachable,
             "load": {**shown, "age": self._views.clock() - updated_at if updated_at else None},
             "inflight_requests": endpoint.inflight_requests,
             "inflight_tokens": endpoint.inflight_tokens,

@@ -58,6 +58,8 @@ class Active:
     ticket: Ticket
     metrics: RequestMetrics
     usage: UsageReader | None = None
+    answering: float = 0.0
+    """Seconds spent on the response so far."""
     served: str = ""
     answered: bool = False
 
@@ -172,12 +174,13 @@ class RequestDirector:
     # response
 
     def answered(self, route: Route, response: ResponseHead) -> Answer:
-        active = _active(route)
+        active, began = _active(route), self._clock()
         self._first_byte(active)
         active.served = response.served
         observe = self._observe(active.request, response)
         if observe is not Observe.NOTHING:
             active.usage = UsageReader(streaming=_is_event_stream(response))
+        active.answering += self._clock() - began
         return Answer(observe)
 
     def _observe(self, request: InferenceRequest, response: ResponseHead) -> Observe:
@@ -190,9 +193,11 @@ class RequestDirector:
         return Observe.CHUNKS if sampled else Observe.NOTHING
 
     def observe(self, route: Route, data: bytes, end_of_stream: bool) -> None:
-        usage = _active(route).usage
-        if usage is not None:
-            usage.feed(data, end_of_stream)
+        active = _active(route)
+        if active.usage is not None:
+            began = self._clock()
+            active.usage.feed(data, end_of_stream)
+            active.answering += self._clock() - began
 
     def finish(self, head: RequestHead | None, route: Route | None, outcome: Outcome) -> None:
         if route is None:
@@ -220,6 +225,8 @@ class RequestDirector:
         )
         active.decision.finish(outcome, delivered=delivered, served=active.served)
         self._compare(active, delivered)
+        if active.answered:
+            self._telemetry.response_processed(active.answering)
 
     def _compare(self, active: Active, delivered: int | None) -> None:
         """Unless a fallback has answered: the prediction is for the endpoint that was chosen."""

@@ -60,6 +60,9 @@ class Endpoint:
     inflight_tokens: int = 0
     """Uncached prompt tokens we sent there and that have not answered yet."""
 
+    reachable: bool = True
+    """False = its own port refuses connections. Set through `Fleet.reached`."""
+
     @property
     def address(self) -> str:
         return self.spec.address

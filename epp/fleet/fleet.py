@@ -51,6 +51,7 @@ class Fleet:
         self._by_address: dict[str, Endpoint] = {}
         self._by_host: dict[str, list[Endpoint]] = {}
         self._endpoints: tuple[Endpoint, ...] = ()
+        self._candidates: tuple[Endpoint, ...] = ()
         self._slots = Slots()
         self._listeners: list[FleetListener] = []
         self.synced = False
@@ -68,10 +69,11 @@ class Fleet:
         return self._by_address.get(address)
 
     def subset(self, hint: Sequence[str] | None) -> Sequence[Endpoint]:
-        """The endpoints a subset hint allows: `ip:port` exactly, a bare IP at any port. Never more than the hint says;
-        None is no hint. IPv6 is bracketed before a port, and with or without brackets on its own."""
+        """The endpoints a request may go to: those a subset hint allows, without those known to refuse connections if
+        there are others. A hint is `ip:port` exactly, or a bare IP at any port, and never widened; None is no hint.
+        IPv6 is bracketed before a port, and with or without brackets on its own."""
         if hint is None:
-            return self._endpoints
+            return self._candidates
         allowed: dict[Endpoint, None] = {}
         for item in hint:
             endpoint = self._by_address.get(item)
@@ -80,7 +82,16 @@ class Fleet:
             else:
                 allowed.update(dict.fromkeys(self._by_host.get(item.strip("[]"), ())))
         # gateways that always send the whole pool keep the benefit of caches on `endpoints`
-        return self._endpoints if len(allowed) == len(self._endpoints) else tuple(allowed)
+        return self._candidates if len(allowed) == len(self._endpoints) else _reachable(allowed)
+
+    def reached(self, endpoint: Endpoint, reachable: bool) -> None:
+        """Whether the endpoint's own port takes connections, as somebody just found out."""
+        if reachable is endpoint.reachable:
+            return
+        endpoint.reachable = reachable
+        self._candidates = _reachable(self._endpoints)
+        now = "answers again" if reachable else "refuses connections: not picked until it answers"
+        logger.warning("an endpoint %s", now, extra={"endpoint": endpoint.address})
 
     def subscribe(self, listener: FleetListener) -> None:
         """`listener` hears at once of every endpoint there is, then of every change."""
@@ -108,6 +119,7 @@ class Fleet:
 
     def _rebuild(self) -> None:
         self._endpoints = tuple(sorted(self._by_address.values(), key=lambda e: e.slot))
+        self._candidates = _reachable(self._endpoints)
         self._by_host = {}
         for endpoint in self._endpoints:
             self._by_host.setdefault(_host(endpoint.address), []).append(endpoint)
@@ -132,6 +144,13 @@ def _tell(notify: Callable[[Endpoint], None], endpoint: Endpoint) -> None:
         notify(endpoint)
     except Exception:
         logger.exception("a fleet listener failed", extra={"endpoint": endpoint.address})
+
+
+def _reachable(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+    """All of them where none is: the knowledge may be old, and a refused request is no worse than an unrouted one."""
+    every = tuple(endpoints)
+    answering = tuple(endpoint for endpoint in every if endpoint.reachable)
+    return every if len(answering) in (0, len(every)) else answering
 
 
 def _same_pod(old: EndpointSpec, new: EndpointSpec | None) -> bool:

@@ -26,6 +26,8 @@ EXTRACTOR_TYPE = "core-metrics-extractor"
 
 _GOLDEN = 0.618033988749895
 _LONGEST_ERROR = 200
+_REFUSALS = 2
+"""In a row, after which an endpoint is taken for dead; one alone may be a restart that is already over."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,10 +52,15 @@ class ScrapeSettings:
         return min(max(2 * self.interval, 1.0), 10.0)
 
     def url(self, endpoint: Endpoint) -> str:
+        return f"{self.scheme}://{self._where(endpoint)}{self.path}"
+
+    def asks_itself(self, endpoint: Endpoint) -> bool:
+        """Are its metrics served by the port that serves its requests?"""
+        return self._where(endpoint) == endpoint.address
+
+    def _where(self, endpoint: Endpoint) -> str:
         where = endpoint.spec.metrics_address or endpoint.address
-        if self.port:
-            where = f"{where.rpartition(':')[0]}:{self.port}"
-        return f"{self.scheme}://{where}{self.path}"
+        return f"{where.rpartition(':')[0]}:{self.port}" if self.port else where
 
 
 @dataclass(slots=True)
@@ -63,6 +70,8 @@ class ScrapeState:
     scrapes: int = 0
     failures: int = 0
     failures_in_a_row: int = 0
+    refused_in_a_row: int = 0
+    """Of these, the last ones that found nobody listening."""
     last_error: str = ""
     """Of the last attempt; "" after a success."""
     missing: tuple[str, ...] = ()
@@ -158,6 +167,8 @@ class Scraper:
             await asyncio.sleep(due - now)
 
     def _pause(self, state: ScrapeState) -> float:
+        if state.refused_in_a_row:
+            return self.settings.interval  # nobody is there to be spared, and who comes back is wanted soon
         doublings = min(state.failures_in_a_row, 10)
         return max(min(self.settings.interval * 2.0**doublings, self.settings.longest_pause), self.settings.interval)
 
@@ -192,11 +203,28 @@ class Scraper:
         if state.failures_in_a_row:
             logger.info("scrapes succeed again", extra={"endpoint": endpoint.address})
         state.failures_in_a_row, state.last_error = 0, ""
+        self._answered(endpoint, state)
+
+    # What an attempt says of the endpoint itself, if its metrics are on the port that serves requests.
+
+    def _refused(self, endpoint: Endpoint, state: ScrapeState) -> None:
+        state.refused_in_a_row += 1
+        if state.refused_in_a_row >= _REFUSALS and self.settings.asks_itself(endpoint):
+            self._fleet.reached(endpoint, False)
+
+    def _answered(self, endpoint: Endpoint, state: ScrapeState) -> None:
+        """In whatever way: somebody is there."""
+        state.refused_in_a_row = 0
+        self._fleet.reached(endpoint, True)
 
     def _failed(self, endpoint: Endpoint, state: ScrapeState, error: Exception) -> None:
         self._counters.poll_failed(SOURCE_TYPE)
         state.failures += 1
         state.failures_in_a_row += 1
+        if isinstance(error, aiohttp.ClientConnectorError):
+            self._refused(endpoint, state)
+        elif isinstance(error, ScrapeError):
+            self._answered(endpoint, state)
         state.last_error = (str(error) or type(error).__name__)[:_LONGEST_ERROR]
         if state.failures_in_a_row == 1:
             logger.warning("a scrape failed", extra={"endpoint": endpoint.address, "error": state.last_error})

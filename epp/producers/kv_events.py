@@ -111,7 +111,8 @@ class KvEvents:
         self.config = KvEventsConfig()
         self._configured_by = ""
         self._skipped_before: Counter[str] = Counter()
-        """Of endpoints that have left: counters never go back."""
+        self._counted_before: Counter[str] = Counter()
+        """Both of endpoints that have left: counters never go back."""
         self._candidates_of: Sequence[Endpoint] = ()
         self._candidates: Candidates | None = None
         self._fleet = environment.fleet
@@ -209,6 +210,7 @@ class KvEvents:
         feed = self.feeds.pop(endpoint, None)
         if feed is not None:
             self._skipped_before += _skipped(feed)
+            self._counted_before += _counted(feed)
             feed.close()
             self.speculation.forget(endpoint)
 
@@ -251,11 +253,22 @@ class KvEvents:
             yield "kv_cache_events_zmq_errors_total", (endpoint.address, "replay-incomplete"), counters.replays_failed
         for reason, count in sum((_skipped(feed) for feed in self.feeds.values()), self._skipped_before).items():
             yield "kv_cache_events_stores_skipped_total", ("", reason), count
+        total = sum(map(_counted, self.feeds.values()), self._counted_before)
+        yield "kv_cache_events_removals_skipped_total", ("", "not_indexed"), total["skipped_removals"]
+        removed, copies = total["removed_blocks"], total["removed_copies"]
+        yield "kv_cache_events_dedup_removed_hashes_suppressed_total", (), copies
+        yield "kv_cache_events_dedup_removed_hashes_forwarded_total", (), removed - copies
+        yield "kv_cache_index_admissions_total", (), total["stored_blocks"]
+        yield "kv_cache_index_evictions_total", (), removed
         yield OCCUPANCY, ("speculative keys",), self.speculation.occupancy
 
 
 def _skipped(feed: Feed) -> Counter[str]:
     return feed.counters.skipped + feed.counters.not_indexed + feed.residency.skipped
+
+
+def _counted(feed: Feed) -> Counter[str]:
+    return feed.counters.former + feed.residency.counted()
 
 
 def _tell(residency: Residency, endpoint: Endpoint) -> None:

@@ -48,8 +48,6 @@ DECLARED: Mapping[str, _Declared] = {
     "kv_cache_events_zmq_errors_total": _Declared(
         "counter", "Socket errors of event feeds.", ("pod_identifier", "operation")
     ),
-    "kv_cache_events_pool_queue_depth": _Declared("gauge", "Event messages waiting to be applied."),
-    "kv_cache_events_pool_capacity": _Declared("gauge", "Event messages that may wait."),
     "inflight_requests": _Declared("gauge", "Requests sent to the endpoint and not ended.", _FLOW),
     "inflight_tokens": _Declared("gauge", "Uncached prompt tokens sent to the endpoint and not answered.", _FLOW),
     OCCUPANCY: _Declared(

@@ -8,6 +8,7 @@ import pytest
 
 from epp.errors import no_endpoints
 from epp.routing import Route
+from epp.stream import _warn_unseen_bodies
 from epp.wire import SERVICE
 
 from .conftest import Profile, ext_proc_index, free_port, http_filters, manager
@@ -197,6 +198,20 @@ async def test_a_data_plane_in_a_mode_that_cannot_work_fails_with_a_name(start, 
     async with proxy.post("/v1/completions", data=b"{}") as response:
         assert response.status == 500
     assert "request body mode STREAMED: use BUFFERED or FULL_DUPLEX_STREAMED" in caplog.text
+
+
+async def test_a_data_plane_that_sends_no_bodies_is_served_by_headers_alone(start, director, upstream, caplog):
+    def unsent(bootstrap):
+        mode = http_filters(bootstrap)[ext_proc_index(bootstrap)]["typed_config"]["processing_mode"]
+        mode["request_body_mode"] = "NONE"
+
+    _warn_unseen_bodies.cache_clear()
+    proxy = await start(Profile.BUFFERED, edit=unsent)
+    for _ in range(2):
+        async with proxy.post("/v1/completions", data=b"unseen") as response:
+            assert response.status == 200
+        assert (director.requests[-1][1], upstream.last[1]) == (b"", b"unseen")
+    assert caplog.text.count("set request_body_mode") == 1
 
 
 async def test_response_trailers_and_buffered_answers_of_a_foreign_configuration(start, director, upstream):

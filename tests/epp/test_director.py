@@ -427,6 +427,17 @@ class TestPrediction:
         assert parts.decision()["delivered_cached_tokens"] == 64
 
 
+async def test_our_own_time_for_the_response_is_measured_once_a_request() -> None:
+    parts = Parts()
+    refused, never_answered, answered = head(parts.clock.now), await parts.route(), await parts.route()
+    parts.finish(refused, None)
+    parts.finish(*never_answered, Termination.CLIENT)
+    parts.answered(answered[1])
+    parts.director.observe(answered[1], usage(0), True)
+    parts.finish(*answered)
+    assert parts.metric("llm_d_epp_response_processing_duration_seconds_count") == 1
+
+
 class TestObserving:
     @staticmethod
     async def observe(status: int = 200, **headers: str) -> Observe:

@@ -172,3 +172,31 @@ class TestSubset:
 
 def test_a_subset_hint_of_an_empty_fleet_is_empty() -> None:
     assert list(fleet_of().subset(["10.0.0.1:8000"])) == []
+
+
+class TestReachability:
+    def test_an_endpoint_that_refuses_connections_is_left_out_until_it_answers(self) -> None:
+        fleet = Fleet()
+        fleet.apply([EndpointSpec("10.0.0.1:8000"), EndpointSpec("10.0.0.2:8000")])
+        first, second = fleet.endpoints
+        fleet.reached(first, False)
+        assert fleet.subset(None) == (second,)
+        assert fleet.subset(["10.0.0.1:8000", "10.0.0.2:8000"]) == (second,)
+        assert fleet.endpoints == (first, second)
+        fleet.reached(first, True)
+        assert fleet.subset(None) == (first, second)
+
+    def test_where_there_is_no_other_it_is_tried(self) -> None:
+        fleet = Fleet()
+        fleet.apply([EndpointSpec("10.0.0.1:8000"), EndpointSpec("10.0.0.2:8000")])
+        for endpoint in fleet.endpoints:
+            fleet.reached(endpoint, False)
+        assert fleet.subset(None) == fleet.endpoints
+        assert fleet.subset(["10.0.0.1"]) == (fleet.endpoints[0],)
+
+    def test_it_survives_changes_of_the_fleet(self) -> None:
+        fleet = Fleet()
+        fleet.apply([EndpointSpec("10.0.0.1:8000"), EndpointSpec("10.0.0.2:8000")])
+        fleet.reached(fleet.endpoints[0], False)
+        fleet.apply([EndpointSpec(f"10.0.0.{i}:8000") for i in (1, 2, 3)])
+        assert [e.address for e in fleet.subset(None)] == ["10.0.0.2:8000", "10.0.0.3:8000"]

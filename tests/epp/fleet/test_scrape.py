@@ -62,7 +62,7 @@ async def running(*engines: Engine, path: str = "/metrics") -> AsyncIterator[Non
         app.router.add_get(path, engine.answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", engine.port).start()
         engine.port = runner.addresses[0][1]
         runners.append(runner)
     try:
@@ -70,6 +70,12 @@ async def running(*engines: Engine, path: str = "/metrics") -> AsyncIterator[Non
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+def _unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class Counters(Counter[str]):
@@ -237,10 +243,32 @@ def test_an_endpoint_that_keeps_failing_is_asked_less_and_less_often() -> None:
     assert pauses == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.16, 0.16, 0.16])
 
 
+async def test_an_endpoint_that_refuses_connections_is_not_picked_until_it_answers_in_whatever_way() -> None:
+    async with scraping(Engine(serves(GOOD))) as s:
+        dead = EndpointSpec(f"127.0.0.1:{_unused_port()}")
+        s.fleet.apply([s.endpoint().spec, dead])
+        endpoint = s.fleet.get(dead.address)
+        assert endpoint is not None
+        await s.until(lambda: not endpoint.reachable)
+        assert s.fleet.subset(None) == (s.endpoint(),)
+        risen = Engine(serves(b"not ready", status=503), port=int(dead.address.rpartition(":")[2]))
+        async with running(risen):
+            await s.until(lambda: endpoint.reachable)
+        assert len(s.fleet.subset(None)) == 2
+
+
+async def test_a_metrics_port_of_its_own_says_nothing_of_the_port_that_serves_requests() -> None:
+    async with scraping(Engine(serves(GOOD))) as s:
+        spec = EndpointSpec("127.0.0.1:9", metrics_address=f"127.0.0.1:{_unused_port()}")
+        s.fleet.apply([s.endpoint().spec, spec])
+        endpoint = s.fleet.get(spec.address)
+        assert endpoint is not None
+        await s.until(lambda: (state := s.scraper.state(endpoint)) is not None and state.failures_in_a_row > 3)
+        assert endpoint.reachable
+
+
 async def test_an_endpoint_nobody_listens_at_is_a_failure_like_any_other() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{_unused_port()}"
     scraper = Scraper(fleet := Fleet(), Counters(), FAST)
     fleet.apply([EndpointSpec(address)])
     await scraper.start()

@@ -217,8 +217,23 @@ async def test_a_scrape_shows_every_publisher(
     skipped = "llm_d_epp_kv_cache_events_stores_skipped_total", {"cache_kind": "", "reason": "unknown_type"}
     assert value(*skipped) == 1
     msgspec.json.encode(events.snapshot())
+    removed = [{"type": "BlockRemoved", "block_hashes": [1], "medium": tier} for tier in ("GPU", "CPU")]
+    await engines[0].pub.send_multipart(
+        [b"kv@p@m", (2).to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [removed[0], removed[1]], 0])]
+    )
+    await until(lambda: next(iter(events.feeds.values())).counters.messages == 3)
+    counted = {
+        "index_admissions": 1,
+        "index_evictions": 1,
+        "events_dedup_removed_hashes_suppressed": 0,
+        "events_dedup_removed_hashes_forwarded": 1,
+    }
+    assert {name: value(f"llm_d_epp_kv_cache_{name}_total") for name in counted} == counted
+    unplaced = "llm_d_epp_kv_cache_events_removals_skipped_total", {"cache_kind": "", "reason": "not_indexed"}
+    assert value(*unplaced) == 1
     environment.fleet.apply([])
-    assert value(*skipped) == 1, "a counter does not go back when an endpoint leaves"
+    assert value(*skipped) == value(*unplaced) == 1, "a counter does not go back when an endpoint leaves"
+    assert {name: value(f"llm_d_epp_kv_cache_{name}_total") for name in counted} == counted
 
 
 async def test_stopping_twice_or_unstarted_is_harmless(environment: Environment) -> None:

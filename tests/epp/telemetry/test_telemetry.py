@@ -89,8 +89,6 @@ GAUGES = {
     "inflight_requests": "endpoint_name namespace producer_name fairness_id priority",
     "inflight_tokens": "endpoint_name namespace producer_name fairness_id priority",
     "kv_cache_events_active_subscribers": "",
-    "kv_cache_events_pool_queue_depth": "",
-    "kv_cache_events_pool_capacity": "",
     "info": "commit build_ref",
 }
 OURS = {
@@ -386,7 +384,7 @@ class TestSources:
     )
     def test_a_broken_source_costs_only_itself(self, telemetry: Telemetry, reading: Reading) -> None:
         telemetry.add_source("broken", lambda: [reading])
-        telemetry.add_source("sound", lambda: [("kv_cache_events_pool_capacity", (), 9)])
-        assert value(telemetry, "llm_d_epp_kv_cache_events_pool_capacity") == 9
+        telemetry.add_source("sound", lambda: [("kv_cache_events_active_subscribers", (), 9)])
+        assert value(telemetry, "llm_d_epp_kv_cache_events_active_subscribers") == 9
         labels = {"plugin_name": "broken", "extension_point": "Metrics"}
         assert value(telemetry, "tierpick_plugin_failures_total", **labels)

@@ -19,8 +19,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "demo",
         help="a simulated fleet, a real Envoy and the picker on this machine",
         description="Starts simulated engines with an HBM and a CPU tier, a real Envoy and the picker; sends them the "
-        "same traffic round-robin and through the picker; ends with a table. Exit code 1 if a request failed, or if a "
-        "prediction for requests sent one after another was wrong.",
+        "same traffic round-robin and through the picker; ends with a table. Exit code 1 if a request failed, or if "
+        "predictions for requests sent one after another were wrong or did not concern both tiers.",
     )
     parser.add_argument("--engines", type=_between(1, 16), default=4, help="simulated engines (default: 4)")
     parser.add_argument(

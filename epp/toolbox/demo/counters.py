@@ -10,6 +10,22 @@ _SAMPLE = re.compile(r"^vllm:(\w+)(?:\{.*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """Prompt tokens that did not have to be computed, by where they were."""
+
+    hbm: int = 0
+    lower: int = 0
+    """In tiers below HBM: CPU RAM in the demo's fleet."""
+
+    @property
+    def total(self) -> int:
+        return self.hbm + self.lower
+
+    def __add__(self, other: Found) -> Found:
+        return Found(self.hbm + other.hbm, self.lower + other.lower)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCounters:
     """Totals since the engine started; tokens, except `requests`. What a request finds when it has to start over counts
     again, so found tokens can exceed what its answer reports."""
@@ -18,15 +34,14 @@ class EngineCounters:
     prompt_tokens: int = 0
     hbm_tokens: int = 0
     lower_tokens: int = 0
-    """Found in tiers below HBM: CPU RAM in the demo's fleet."""
 
     @property
-    def cached_tokens(self) -> int:
-        return self.hbm_tokens + self.lower_tokens
+    def found(self) -> Found:
+        return Found(self.hbm_tokens, self.lower_tokens)
 
     @property
     def recomputed_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
+        return self.prompt_tokens - self.found.total
 
     def __add__(self, other: EngineCounters) -> EngineCounters:
         return self._combine(other, 1)

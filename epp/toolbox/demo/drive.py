@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from epp.toolbox.demo.traffic import Action, History, Move, Plan, Session, Style
+from epp.toolbox.demo.moves import Action, Move
+from epp.toolbox.demo.traffic import History, Plan, Session, Style
 
 REQUEST_TIMEOUT_S = 30.0
 PATHS = {Style.CHAT: "/v1/chat/completions", Style.TEXT: "/v1/completions", Style.TOKENS: "/v1/completions"}
@@ -121,32 +122,45 @@ def _take(call: Call, part: dict[str, Any]) -> None:
         call.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
-async def run_plan(client: Client, plan: Plan, label: str) -> None:
-    """All sessions of the plan at once, each in its own time; request ids begin with `label`."""
+async def run_plan(client: Client, plan: Plan, label: str) -> dict[str, History]:
+    """All sessions of the plan at once, each in its own time; request ids begin with `label`.
+
+    Returns what was said in each session, by its name.
+    """
     async with asyncio.TaskGroup() as group:
-        for session in plan.sessions:
-            group.create_task(_run_session(client, session, label), name=session.name)
+        tasks = {s.name: group.create_task(_run_session(client, s, label), name=s.name) for s in plan.sessions}
+    return {name: task.result() for name, task in tasks.items()}
 
 
-async def _run_session(client: Client, session: Session, label: str) -> None:
+async def _run_session(client: Client, session: Session, label: str) -> History:
     await asyncio.sleep(session.start_s)
     history = History(session.style, session.opening)
     for number, turn in enumerate(session.turns):
         await asyncio.sleep(turn.think_s)
         history.say(turn.text)
         call = await client.ask(f"{label}-{session.name}-{number}", history, turn.max_tokens, stream=turn.stream)
-        if call.failed:
-            return  # without its answer the conversation cannot go on
         history.say(call.text)
+        if call.failed:
+            break  # without its answer the conversation cannot go on
+    return history
 
 
-async def run_moves(client: Client, moves: Sequence[Move], label: str, settled: Callable[[], Awaitable[None]]) -> None:
-    """One move after another; `settled` returns once all earlier requests' cache events have reached the picker."""
-    histories: dict[int, History] = {}
-    answers: dict[int, str] = {}
+async def run_moves(
+    client: Client,
+    moves: Sequence[Move],
+    earlier: Mapping[str, History],
+    label: str,
+    settled: Callable[[], Awaitable[None]],
+) -> None:
+    """One move after another; `settled` returns once all earlier requests' cache events have reached the picker.
+
+    `earlier` are the histories, by name, that moves can return to.
+    """
+    histories = dict(earlier)
+    answers: dict[str, str] = {}
     for number, move in enumerate(moves):
         await settled()
-        history = _continue(move, histories, answers)
+        history = histories[move.history] = _next_history(move, histories, answers)
         what = f"{move.action.value} ({move.style.value})"
         call = await client.ask(
             f"{label}-{number}", history, move.max_tokens, stream=move.stream, salt=move.salt, what=what
@@ -154,10 +168,16 @@ async def run_moves(client: Client, moves: Sequence[Move], label: str, settled: 
         answers[move.history] = call.text
 
 
-def _continue(move: Move, histories: dict[int, History], answers: dict[int, str]) -> History:
-    history = histories.setdefault(move.history, History(move.style, move.opening))
+def _next_history(move: Move, histories: Mapping[str, History], answers: Mapping[str, str]) -> History:
+    match move.action:
+        case Action.OPEN | Action.FLOOD:
+            history = History(move.style, move.opening)
+        case Action.SALT | Action.RETURN:
+            history = histories[move.source].copy()
+        case Action.REPEAT | Action.EXTEND:
+            history = histories[move.history]
     if move.action is Action.EXTEND:
         history.say(answers[move.history])
-    if move.action in (Action.OPEN, Action.FLOOD, Action.EXTEND):
+    if move.action not in (Action.REPEAT, Action.SALT):
         history.say(move.text)
     return history

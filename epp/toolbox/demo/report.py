@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epp.toolbox.demo.counters import EngineCounters
-from epp.toolbox.demo.figures import Latency, Predictions, Report, Traffic
+from epp.toolbox.demo.counters import EngineCounters, Found
+from epp.toolbox.demo.figures import Latency, Place, Predictions, Report, Traffic
 from epp.toolbox.demo.sizes import Sizes
 from epp.toolbox.demo.verdicts import Reason, Verdict
 
@@ -29,6 +29,7 @@ def show(report: Report, console: Console) -> None:
     console.print(_pods("tierpick", report.tierpick, report.concurrent))
     console.print(_comparison(report))
     console.print(_concurrent(report.concurrent))
+    console.print(_exact_pods(report))
     console.print(*_exact(report), sep="\n")
     console.print(_conclusion(report))
 
@@ -61,11 +62,11 @@ def _pods(policy: str, figures: Traffic, predictions: Predictions | None = None)
         cells = [cell(counters) for _, cell in _COLUMNS]
         return [*cells, f"{predicted:,}"] if predictions else cells
 
-    by_pod = predictions.predicted_by_pod if predictions else {}
+    by_pod = predictions.found_by_pod if predictions else {}
     for name, counters in figures.pods.items():
-        table.add_row(name, *row(counters, by_pod.get(name, 0)))
+        table.add_row(name, *row(counters, by_pod.get(name, Found()).total))
     table.add_section()
-    table.add_row("all", *row(figures.total, sum(by_pod.values())), style="bold")
+    table.add_row("all", *row(figures.total, predictions.found.total if predictions else 0), style="bold")
     return table
 
 
@@ -115,9 +116,37 @@ def _tokens(figures: Predictions) -> str:
     )
 
 
+def _exact_pods(report: Report) -> Table:
+    """Predicted, by the picker, against delivered, by the engines' counters."""
+    table = _table("tierpick: predicted / delivered tokens, one request after another")
+    table.add_column("pod")
+    for title in ("requests", "in HBM", "in CPU RAM", "recomputed"):
+        table.add_column(title, justify="right")
+
+    def add(name: str, predicted: Found, counters: EngineCounters, style: str = "") -> None:
+        delivered = counters.found
+        hbm, lower = _pair(predicted.hbm, delivered.hbm), _pair(predicted.lower, delivered.lower)
+        table.add_row(name, f"{counters.requests:,}", hbm, lower, f"{counters.recomputed_tokens:,}", style=style)
+
+    for name, counters in report.exact_traffic.pods.items():
+        add(name, report.exact.found_by_pod.get(name, Found()), counters)
+    table.add_section()
+    add("all", report.exact.found, report.exact_traffic.total, "bold")
+    return table
+
+
+def _pair(predicted: int, delivered: int) -> str:
+    text = f"{predicted:,} / {delivered:,}"
+    return text if predicted == delivered else f"[red]{text}[/]"
+
+
 def _exact(report: Report) -> list[str]:
     figures = report.exact
-    lines = [f"\n[bold]One request after another:[/] {figures.exact} of {figures.total} exact; {_tokens(figures)}"]
+    places = ", ".join(f"{figures.places[place]} {place.value}" for place in Place)
+    lines = [
+        f"\n[bold]One request after another:[/] {figures.exact} of {figures.total} exact; {_tokens(figures)}",
+        f"Their prompts began {places}.",
+    ]
     lines += [f"  [red]{escape(miss)}" for miss in figures.misses[:MISSES_SHOWN]]
     if len(figures.misses) > MISSES_SHOWN:
         lines.append(f"  … and {len(figures.misses) - MISSES_SHOWN} more")
@@ -125,9 +154,7 @@ def _exact(report: Report) -> list[str]:
 
 
 def _conclusion(report: Report) -> str:
-    failures = report.failures
     if report.passed:
-        return "[green]Passed: no request failed, and every sequential prediction was exact."
-    shown = "".join(f"\n  {escape(failure)}" for failure in failures[:MISSES_SHOWN])
-    inexact = report.exact.total - report.exact.exact
-    return f"[red]Not passed: {len(failures)} failed requests, {inexact} sequential predictions not exact.{shown}"
+        return "[green]Passed: no request failed, and every sequential prediction was exact, in HBM and in CPU RAM."
+    shown = "".join(f"\n  {escape(failure)}" for failure in report.failures[:MISSES_SHOWN])
+    return f"[red]Not passed: {escape('; '.join(report.shortcomings))}.{shown}"

@@ -2,7 +2,7 @@
 
 The round-robin run comes first and on a fleet of its own, so both policies start with cold caches and the picker's
 fleet is the one that `--keep` leaves behind. The sequential phase follows the concurrent one on the same fleet, whose
-HBM is full by then: its long prompts evict others.
+HBM is full by then and whose CPU RAM holds what was pushed out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 from rich.console import Console
@@ -25,17 +26,18 @@ from epp.toolbox.demo import model
 from epp.toolbox.demo.drive import Call, Client, run_moves, run_plan
 from epp.toolbox.demo.figures import Report, Traffic, as_json, predictions, traffic
 from epp.toolbox.demo.keep import curl_lines
+from epp.toolbox.demo.moves import Move, exact_moves
 from epp.toolbox.demo.report import show
 from epp.toolbox.demo.screen import Screen
 from epp.toolbox.demo.sizes import BLOCK_SIZE, BLOCKS_PER_CHUNK, Sizes, sizes
 from epp.toolbox.demo.stacks import PickerStack, Stack, picker_stack, round_robin_stack
-from epp.toolbox.demo.traffic import Move, Plan, distinct_tokens, exact_moves, final_histories, plan
+from epp.toolbox.demo.traffic import History, Plan, distinct_tokens, final_histories, plan
 from epp.toolbox.demo.verdicts import Judgement, Prediction, judge
 from epp.toolbox.processes import PartFailed
 
+T = TypeVar("T")
+
 EXACT_MOVES = 100
-SETTLE_S = 0.03
-"""Between two sequential requests: the last cache events of one reach the picker before the next is sent."""
 SPARE_DECISIONS = 256
 """Kept by the picker beyond what the phases need: what is tried by hand under `--keep`."""
 WATCH_S = 0.5
@@ -79,7 +81,7 @@ def prepare(directory: Path, seed: int, seconds: float, engines: int) -> Workloa
     prompts = _token_ids(tokenizer, [history.rendered() for history in final_histories(chosen)])
     working_set = distinct_tokens(prompts, BLOCK_SIZE)
     fleet = sizes(engines, working_set, max(map(len, prompts)))
-    return Workload(chosen, exact_moves(seed, EXACT_MOVES), fleet, directory, tokenizer)
+    return Workload(chosen, exact_moves(seed, EXACT_MOVES, chosen.sessions), fleet, directory, tokenizer)
 
 
 def _token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -108,7 +110,7 @@ async def _phases(
 ) -> int:
     screen.say(f"Starting {arguments.engines} simulated engines and Envoy, round-robin …")
     async with round_robin_stack(root / "round-robin", http, workload.sizes, workload.model_directory) as stack:
-        _, round_robin = await _concurrent(stack, workload, screen, "round-robin")
+        _, _, round_robin = await _concurrent(stack, workload, screen, "round-robin")
     screen.say(f"Starting {arguments.engines} fresh engines, the picker and Envoy …")
     decisions = workload.plan.requests + len(workload.moves) + SPARE_DECISIONS
     async with picker_stack(root / "tierpick", http, workload.sizes, workload.model_directory, decisions) as stack:
@@ -124,8 +126,8 @@ async def _phases(
 async def _picker_phases(
     seed: int, stack: PickerStack, workload: Workload, screen: Screen, baseline: Traffic
 ) -> Report:
-    calls, tierpick = await _concurrent(stack, workload, screen, "tierpick")
-    exact_calls, exact_traffic = await _exact(stack, workload, screen)
+    histories, calls, tierpick = await _concurrent(stack, workload, screen, "tierpick")
+    _, exact_calls, exact_traffic = await _exact(stack, workload, histories, screen)
     known = await stack.predictions()
     return Report(
         seed=seed,
@@ -138,37 +140,37 @@ async def _picker_phases(
     )
 
 
-async def _concurrent(stack: Stack, workload: Workload, screen: Screen, label: str) -> tuple[list[Call], Traffic]:
-    async def work(client: Client) -> None:
-        await run_plan(client, workload.plan, label)
+async def _concurrent(
+    stack: Stack, workload: Workload, screen: Screen, label: str
+) -> tuple[dict[str, History], list[Call], Traffic]:
+    async def work(client: Client) -> dict[str, History]:
+        return await run_plan(client, workload.plan, label)
 
     return await _measured(stack, work, screen, f"concurrent, {label}", workload.plan.requests)
 
 
-async def _exact(stack: PickerStack, workload: Workload, screen: Screen) -> tuple[list[Call], Traffic]:
-    async def settled() -> None:
-        await asyncio.sleep(SETTLE_S)
-        await stack.hears_all()  # once it answers, a picker that was busy has read what waited for it
-
+async def _exact(
+    stack: PickerStack, workload: Workload, histories: Mapping[str, History], screen: Screen
+) -> tuple[None, list[Call], Traffic]:
     async def work(client: Client) -> None:
-        await run_moves(client, workload.moves, "exact", settled)
+        await run_moves(client, workload.moves, histories, "exact", stack.until_quiet)
 
     return await _measured(stack, work, screen, "one request after another", len(workload.moves))
 
 
 async def _measured(
-    stack: Stack, work: Callable[[Client], Awaitable[None]], screen: Screen, title: str, requests: int
-) -> tuple[list[Call], Traffic]:
-    """Run one phase of `requests` requests; its calls, and what the engines counted meanwhile."""
+    stack: Stack, work: Callable[[Client], Awaitable[T]], screen: Screen, title: str, requests: int
+) -> tuple[T, list[Call], Traffic]:
+    """Run one phase of `requests` requests; what it came to, its calls, and what the engines counted meanwhile."""
     before = await stack.counters()
     with screen.phase(title, requests) as on_done:
         client = stack.client(on_done)
-        await _while_all_run(stack, work(client))
+        result = await _while_all_run(stack, work(client))
     after = await stack.counters()
-    return client.calls, traffic(client.calls, {name: after[name] - before[name] for name in after})
+    return result, client.calls, traffic(client.calls, {name: after[name] - before[name] for name in after})
 
 
-async def _while_all_run(stack: Stack, work: Awaitable[None]) -> None:
+async def _while_all_run(stack: Stack, work: Awaitable[T]) -> T:
     """Raises `PartFailed` as soon as a process of the stack ends."""
     task = asyncio.ensure_future(work)
     try:
@@ -178,7 +180,7 @@ async def _while_all_run(stack: Stack, work: Awaitable[None]) -> None:
     finally:
         task.cancel()
         await asyncio.wait({task})
-    task.result()
+    return task.result()
 
 
 def _emit(report: Report, file: str | None) -> None:

@@ -1,8 +1,8 @@
 """How large the demo's fleet is, derived from its traffic. Pure.
 
-The fleet's HBM is smaller than what the prompts come to and its CPU RAM larger, so both tiers matter whatever the
-number of engines. The fleet's total compute is fixed and divided among the engines, so more engines means slower ones,
-and two cores can simulate any number.
+The fleet's HBM is smaller than what the prompts come to, unless many engines share little traffic, and its CPU RAM is
+larger, so both tiers matter. The fleet's total compute is fixed and divided among the engines, so more engines means
+slower ones, and two cores can simulate any number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 BLOCK_SIZE = 16
 BLOCKS_PER_CHUNK = 4
 HBM_SHARE = 0.4
-CPU_SHARE = 2.0
+"""Of the working set, over the fleet."""
+CPU_TO_HBM = 5
+"""The CPU tier is so many times as large as HBM, and so holds the working set twice."""
 RUNNING_PROMPTS = 3
 """Prompts of the largest size that an engine's HBM holds at least: fewer would only measure queueing."""
 FLEET_PREFILL_TOKENS_PER_S = 24_000
@@ -53,9 +55,10 @@ class Sizes:
 def sizes(engines: int, working_set_tokens: int, largest_prompt_tokens: int) -> Sizes:
     share = working_set_tokens / BLOCK_SIZE / engines
     least = RUNNING_PROMPTS * math.ceil(largest_prompt_tokens / BLOCK_SIZE)
+    hbm_blocks = max(math.ceil(HBM_SHARE * share), least)
     return Sizes(
         engines=engines,
         working_set_tokens=working_set_tokens,
-        hbm_blocks=max(math.ceil(HBM_SHARE * share), least),
-        cpu_chunks=math.ceil(CPU_SHARE * share / BLOCKS_PER_CHUNK),
+        hbm_blocks=hbm_blocks,
+        cpu_chunks=math.ceil(CPU_TO_HBM * hbm_blocks / BLOCKS_PER_CHUNK),
     )

@@ -19,11 +19,11 @@ from epp.toolbox.demo.fleet import (
     Engine,
     PickerPorts,
     fetch_json,
-    hears_all,
     read_counters,
     start_engines,
     start_envoy,
     start_picker,
+    until_quiet,
     write_endpoints,
 )
 from epp.toolbox.demo.picker_config import write_picker_config
@@ -70,9 +70,9 @@ class PickerStack(Stack):
         self._metrics_port = metrics_port
         self._decisions = decisions
 
-    async def hears_all(self) -> bool:
-        """Whether the picker's event feeds are all live."""
-        return bool(await hears_all(self._http, self._metrics_port))
+    async def until_quiet(self) -> None:
+        """Return once the picker has read all that the engines have to say; they must be idle."""
+        await until_quiet(self._http, self._metrics_port)
 
     async def predictions(self) -> dict[str, Prediction]:
         """What the picker predicted, by request id, as far back as its ring of decisions goes."""

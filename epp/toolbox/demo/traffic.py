@@ -1,8 +1,8 @@
 """What the demo's clients say and when: seeded plans and the histories that turn them into request bodies. Pure.
 
-Three kinds of traffic. *Conversations*: chat, a shared system prompt, a history that grows by the engine's own answers.
-*Bursts*: completions over a long shared document, several at the same moment. Both run concurrently. *Exact moves*: one
-request after another, chosen so that each way in which a prefix can be found or lost occurs.
+Two kinds of traffic, both at once. *Conversations*: chat, a shared system prompt, a history that grows by the engine's
+own answers. *Bursts*: completions over a long shared document, several at the same moment. What is asked afterwards,
+one request after another, is in `moves`.
 
 Sizes are in words here; what they come to in tokens is counted with the model's tokenizer (`distinct_tokens`).
 """
@@ -26,8 +26,6 @@ SERVICE_GUESS_S = 0.4
 RAMP_S = 4.0
 STREAMED_SHARE = 0.75
 MAX_TOKENS = (12, 24)
-EXACT_MAX_TOKENS = (1, 4, 20)
-"""The longest fills a block of its own."""
 
 _VOCABULARY = (
     "account address after again agent always amount answer apply area argument array attach balance batch before "
@@ -97,6 +95,9 @@ class History:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def copy(self) -> History:
+        return History(self.style, self.opening, [*self.said])
 
     def body(self, model: str, max_tokens: int, *, stream: bool = False, salt: str = "") -> dict[str, Any]:
         body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0}
@@ -203,63 +204,3 @@ def distinct_tokens(prompts: Iterable[Sequence[int]], block_size: int) -> int:
             key = hash((key, *prompt[start : start + block_size]))
             seen.add(key)
     return len(seen) * block_size
-
-
-class Action(Enum):
-    """What an exact move does, each with its own way to be predicted wrongly."""
-
-    OPEN = "new prompt"
-    REPEAT = "the same prompt again"
-    EXTEND = "history plus answer plus a new turn"
-    SALT = "a known prompt under a cache_salt"
-    FLOOD = "a long new prompt that pushes others out of HBM"
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    action: Action
-    history: int
-    """Index of the history that the move opens or continues."""
-    style: Style
-    opening: str
-    text: str
-    max_tokens: int
-    stream: bool
-    salt: str = ""
-
-
-def exact_moves(seed: int, count: int) -> list[Move]:
-    """`count` moves; the first of each kind of history opens it, later ones repeat, extend, salt and flood."""
-    rng = random.Random(seed ^ 0xE8AC7)
-    persona = f"You answer exactly. {prose(rng, 300)}"
-    styles: list[Style] = []
-    moves: list[Move] = []
-    while len(moves) < count:
-        action = _next_action(rng, len(styles))
-        if action in (Action.OPEN, Action.FLOOD):
-            history = len(styles)
-            styles.append(Style.TEXT if action is Action.FLOOD else list(Style)[history % len(Style)])
-        else:
-            history = rng.randrange(len(styles))
-        moves.append(_move(rng, action, history, styles[history], persona))
-    return moves
-
-
-def _next_action(rng: random.Random, opened: int) -> Action:
-    if opened < len(Style):
-        return Action.OPEN
-    return rng.choices(list(Action), weights=(15, 25, 35, 10, 15))[0]
-
-
-def _move(rng: random.Random, action: Action, history: int, style: Style, persona: str) -> Move:
-    flood = action is Action.FLOOD
-    return Move(
-        action,
-        history,
-        style,
-        opening=f"Flood {history}. {prose(rng, 1100)}" if flood else persona,
-        text=prose(rng, rng.randint(10, 40) if style is Style.TOKENS else rng.randint(20, 160)),
-        max_tokens=rng.choice(EXACT_MAX_TOKENS),
-        stream=rng.random() < 0.5,
-        salt=f"tenant-{rng.randint(1, 2)}" if action is Action.SALT else "",
-    )

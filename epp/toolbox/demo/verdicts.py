@@ -5,8 +5,8 @@ what happens on that engine in between can make the two differ, and the calls th
 
 - *below* (more was found than predicted): a sibling, another request that shares at least the delivered prefix, was
   between its own pick and its first token when ours was picked, so its blocks were stored or loaded meanwhile;
-- *above* (less was found): other requests took blocks on that pod between our pick and our first token, so what
-  was predicted was evicted before it was our turn;
+- *above* (less was found): other requests, prompts or answers, took blocks on that pod between our pick and our first
+  token, so what was predicted was evicted before it was our turn;
 - *below* without a sibling: such an eviction can also bring more. An engine does not load from CPU RAM for a gain of
   less than one chunk over its HBM; with fewer blocks left in HBM, the same chunk is worth loading whole.
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from epp.toolbox.demo.counters import Found
 from epp.toolbox.demo.drive import Call
 
 
@@ -37,8 +38,12 @@ class Prediction:
     """Cached tokens on the pod that held most of this prompt."""
 
     @property
+    def found(self) -> Found:
+        return Found(self.gpu, self.cpu + self.storage)
+
+    @property
     def cached(self) -> int:
-        return self.gpu + self.cpu + self.storage
+        return self.found.total
 
 
 class Verdict(Enum):
@@ -91,11 +96,12 @@ def _judge(
         return Judgement(call, prediction, Verdict.UNKNOWN, Reason.NONE)
     if call.cached_tokens == prediction.cached:
         return Judgement(call, prediction, Verdict.EXACT, Reason.NONE)
-    neighbours = [other for other in on_pod[prediction.pod] if other is not call and _overlap(call, other)]
+    neighbours = [o for o in on_pod[prediction.pod] if o is not call and _running_together(call, o)]
     if call.cached_tokens < prediction.cached:
         return Judgement(call, prediction, Verdict.ABOVE, Reason.EVICTED if neighbours else Reason.OTHER)
     own = tokens(call)
-    if any(_shared(own, tokens(other)) >= call.cached_tokens for other in neighbours):
+    siblings = (other for other in neighbours if call.sent_at < other.first_at)
+    if any(_shared(own, tokens(other)) >= call.cached_tokens for other in siblings):
         reason = Reason.SIBLING
     elif neighbours and _chunk_became_worth_loading(prediction.cached, call.cached_tokens, chunk_tokens):
         reason = Reason.EVICTED
@@ -108,9 +114,9 @@ def _chunk_became_worth_loading(predicted: int, delivered: int, chunk_tokens: in
     return delivered % chunk_tokens == 0 and delivered - predicted < chunk_tokens
 
 
-def _overlap(a: Call, b: Call) -> bool:
-    """Both were between pick and first token at one moment."""
-    return a.sent_at < b.first_at and b.sent_at < a.first_at
+def _running_together(call: Call, other: Call) -> bool:
+    """`other` was under way at some moment between the pick and the first token of `call`."""
+    return call.sent_at < other.done_at and other.sent_at < call.first_at
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from epp.toolbox.demo.counters import EngineCounters, parse_counters
+from epp.toolbox.demo.counters import EngineCounters, Found, parse_counters
 
 PAGE = """\
 # HELP vllm:prefix_cache_hits_total Prefix cache hits, in terms of number of cached tokens.
@@ -20,6 +20,12 @@ def test_counters_are_read_by_vllms_names_and_summed_over_labels() -> None:
 
 def test_what_no_tier_held_was_recomputed() -> None:
     assert parse_counters(PAGE).recomputed_tokens == 2790 - 416 - 32
+
+
+def test_what_was_found_is_told_apart_by_tier_and_adds_up() -> None:
+    assert parse_counters(PAGE).found == Found(hbm=416, lower=32)
+    assert Found(416, 32) + Found(16, 64) == Found(432, 96)
+    assert Found(416, 32).total == 448
 
 
 def test_a_page_without_the_families_counts_nothing() -> None:

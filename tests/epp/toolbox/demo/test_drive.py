@@ -13,7 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from epp.toolbox.demo.drive import Call, Client, run_moves, run_plan
-from epp.toolbox.demo.traffic import Action, History, Move, Plan, Session, Style, Turn
+from epp.toolbox.demo.moves import Action, Move
+from epp.toolbox.demo.traffic import History, Plan, Session, Style, Turn
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 64}}
 
@@ -123,9 +124,10 @@ def session(*texts: str) -> Session:
 
 
 async def test_a_conversation_carries_the_engines_answers_on(client: Client, engine: Engine) -> None:
-    await run_plan(client, Plan((session("one", "two"),)), "rr")
+    histories = await run_plan(client, Plan((session("one", "two"),)), "rr")
     assert [message["content"] for message in engine.bodies[1]["messages"]] == ["system", "one", "hello", "two"]
     assert engine.ids == ["rr-s-0", "rr-s-1"]
+    assert histories == {"s": History(Style.CHAT, "system", ["one", "hello", "two", "hello"])}
 
 
 async def test_a_conversation_ends_with_its_first_failure(client: Client, engine: Engine) -> None:
@@ -134,27 +136,35 @@ async def test_a_conversation_ends_with_its_first_failure(client: Client, engine
     assert len(client.calls) == 1
 
 
-def move(action: Action, history: int, text: str = "", salt: str = "") -> Move:
-    return Move(action, history, Style.TEXT, "opening", text, 5, False, salt)
+def move(action: Action, history: str, text: str = "ignored", source: str = "", salt: str = "") -> Move:
+    return Move(action, history, source, Style.TEXT, "opening", text, 5, False, salt)
 
 
-async def test_moves_open_repeat_extend_and_salt_one_after_another(client: Client, engine: Engine) -> None:
+async def test_moves_open_repeat_extend_salt_and_return_one_after_another(client: Client, engine: Engine) -> None:
     moves = [
-        move(Action.OPEN, 0, "one"),
-        move(Action.REPEAT, 0, "ignored"),
-        move(Action.EXTEND, 0, "two"),
-        move(Action.FLOOD, 1, "other"),
-        move(Action.SALT, 0, salt="tenant"),
+        move(Action.OPEN, "a", "one"),
+        move(Action.REPEAT, "a"),
+        move(Action.EXTEND, "a", "two"),
+        move(Action.FLOOD, "b", "other"),
+        move(Action.SALT, "c", source="a", salt="tenant"),
+        move(Action.EXTEND, "c", "three", salt="tenant"),
+        move(Action.RETURN, "d", "again", source="ask-1"),
+        move(Action.REPEAT, "a"),
     ]
+    earlier = {"ask-1": History(Style.TEXT, "document", ["question", " answer"])}
     sent_before: list[int] = []
 
     async def settle() -> None:
         await asyncio.sleep(0)
         sent_before.append(len(engine.bodies))
 
-    await run_moves(client, moves, "exact", settle)
+    await run_moves(client, moves, earlier, "exact", settle)
     first, third = "opening\n\none", "opening\n\nonehello\n\ntwo"
-    assert [body["prompt"] for body in engine.bodies] == [first, first, third, "opening\n\nother", third]
-    assert [body.get("cache_salt") for body in engine.bodies] == [None, None, None, None, "tenant"]
-    assert sent_before == [0, 1, 2, 3, 4]
-    assert engine.ids == [f"exact-{i}" for i in range(5)]
+    assert [body["prompt"] for body in engine.bodies] == [
+        first, first, third, "opening\n\nother", third, third + "hello\n\nthree",
+        "document\n\nquestion answer\n\nagain", third,
+    ]  # fmt: skip
+    assert [body.get("cache_salt") for body in engine.bodies] == [None] * 4 + ["tenant"] * 2 + [None] * 2
+    assert sent_before == list(range(8))
+    assert engine.ids == [f"exact-{i}" for i in range(8)]
+    assert earlier["ask-1"].said == ["question", " answer"]

@@ -9,11 +9,9 @@ from tokenizers import Tokenizer
 
 from epp.toolbox.demo.sizes import BLOCK_SIZE, sizes
 from epp.toolbox.demo.traffic import (
-    Action,
     History,
     Style,
     distinct_tokens,
-    exact_moves,
     final_histories,
     plan,
 )
@@ -24,8 +22,6 @@ SECONDS = 20
 def test_the_same_seed_is_the_same_traffic() -> None:
     assert plan(7, SECONDS) == plan(7, SECONDS)
     assert plan(7, SECONDS) != plan(8, SECONDS)
-    assert exact_moves(7, 50) == exact_moves(7, 50)
-    assert exact_moves(7, 50) != exact_moves(8, 50)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -92,6 +88,13 @@ def test_an_answer_continues_a_completion_without_a_gap() -> None:
     assert history.body("m", 5)["prompt"] == before + " answer\n\nmore"
 
 
+def test_a_copy_of_a_history_goes_its_own_way() -> None:
+    history = History(Style.TEXT, "x", ["question"])
+    copy = history.copy()
+    copy.say("answer")
+    assert (copy.style, copy.opening, history.said) == (Style.TEXT, "x", ["question"])
+
+
 def test_a_token_history_is_token_ids() -> None:
     body = History(Style.TOKENS, "ab", ["c"]).body("m", 5)
     assert body["prompt"] == [97, 98, 10, 10, 99]
@@ -103,21 +106,3 @@ def test_streaming_and_salt_are_asked_for_in_the_body() -> None:
         "model": "m", "max_tokens": 5, "temperature": 0, "prompt": "x", "cache_salt": "t",
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_exact_moves_hold_every_action_and_every_style(seed: int) -> None:
-    moves = exact_moves(seed, 120)
-    assert len(moves) == 120
-    assert {move.action for move in moves} == set(Action)
-    assert {move.style for move in moves} == set(Style)
-    assert {move.stream for move in moves} == {True, False}
-
-
-def test_every_history_is_opened_before_it_is_continued() -> None:
-    opened: set[int] = set()
-    for move in exact_moves(3, 120):
-        if move.action in (Action.OPEN, Action.FLOOD):
-            assert move.history not in opened
-            opened.add(move.history)
-        assert move.history in opened

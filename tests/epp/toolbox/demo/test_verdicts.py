@@ -66,6 +66,11 @@ def test_a_neighbour_between_pick_and_first_token_explains_above() -> None:
     assert verdict_of(SUBJECT, 12, (neighbour, HERE)) == (Verdict.ABOVE, Reason.EVICTED)
 
 
+def test_an_answer_that_still_grew_explains_above() -> None:
+    neighbour = call("neighbour", "zzzz", sent=8, first=9.5, cached=0)
+    assert verdict_of(SUBJECT, 12, (neighbour, HERE)) == (Verdict.ABOVE, Reason.EVICTED)
+
+
 def test_above_without_a_neighbour_is_not_explained() -> None:
     late = call("late", "zzzz", sent=13, first=14, cached=0)
     assert verdict_of(SUBJECT, 12, (late, HERE)) == (Verdict.ABOVE, Reason.OTHER)

@@ -22,7 +22,7 @@ BARS: Mapping[str, tuple[str, float, str]] = {
         10_000,
         "µs",
     ),
-    "cpu_us_per_chunk_duplex": ("CPU per streamed chunk, duplex", 50, "µs"),
+    "cpu_us_per_chunk_duplex": ("CPU per streamed chunk, duplex, 64 streams", 50, "µs"),
     "match_us_512_blocks_64_endpoints": ("match 512 blocks, 64 endpoints", 40, "µs"),
     "ingest_cpu_ns_per_block": ("ingest CPU per block, 32 blocks an event, ZMQ to visible", 1000, "ns"),
     "bytes_per_unique_block_64_holders": ("memory per unique block, 64 holders", 300, "bytes"),

@@ -35,9 +35,9 @@ LONG_REQUESTS = 16
 LONG_CHARS = int(100_000 * CHARS_PER_TOKEN)
 CHANGED_CHARS = int(5_000 * CHARS_PER_TOKEN)
 """Of a long prompt: its last."""
-CHUNKS = 1000
-CHUNK_GAP_S = 0.001
-"""uvloop's timers count milliseconds."""
+STREAMS = 64
+"""At once, where the cost of a chunk is measured: what wakes a thread for one chunk and not for many counts as much as
+the chunk, so a quiet picker pays twice as much for each (`cpu_us_per_chunk_duplex_4_streams`)."""
 
 USAGE = b'"usage":{"prompt_tokens":200,"completion_tokens":16,"prompt_tokens_details":{"cached_tokens":128}}'
 JSON_ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" hello"}],' + USAGE + b"}"
@@ -55,10 +55,17 @@ async def measure(command: Sequence[str]) -> dict[str, float]:
         await stack.each_connection(lambda _: [bodies.pop()], 1)  # from now on the picker knows the common part
         results["cpu_us_100k_1000chunks_buffered"] = await stack.cpu_us(sending(bodies, 4)) / len(bodies)
     async with running(command, Profile.DUPLEX) as stack:
-        before = await stack.messages_from_picker()
-        cpu = await stack.cpu_us(streams)
-        results["cpu_us_per_chunk_duplex"] = cpu / (await stack.messages_from_picker() - before)
+        results["cpu_us_per_chunk_duplex"] = await us_per_chunk(stack, STREAMS, Pace(chunks=200, gap_s=0.005))
+        results["cpu_us_per_chunk_duplex_4_streams"] = await us_per_chunk(stack, 4, Pace())
     return results
+
+
+async def us_per_chunk(stack: Stack, streams: int, pace: Pace) -> float:
+    Engine.pace = pace
+    body = json.dumps({"model": "m", "prompt": Text().take(SMALL_CHARS), "stream": True}).encode()
+    before = await stack.messages_from_picker()
+    cpu = await stack.cpu_us(sending([request(body)] * streams, streams))
+    return cpu / (await stack.messages_from_picker() - before)
 
 
 # The loads
@@ -77,11 +84,6 @@ def long_bodies() -> list[bytes]:
     known = text.take(LONG_CHARS - CHANGED_CHARS)
     prompts = [known + text.take(CHANGED_CHARS) for _ in range(LONG_REQUESTS + 1)]
     return [request(json.dumps({"model": "m", "prompt": prompt, "stream": True}).encode()) for prompt in prompts]
-
-
-async def streams(stack: Stack) -> None:
-    body = json.dumps({"model": "m", "prompt": Text().take(SMALL_CHARS), "stream": True}).encode()
-    await sending([request(body)] * 8, 4)(stack)
 
 
 def sending(requests: Sequence[bytes], connections: int) -> Callable[[Stack], Awaitable[None]]:
@@ -143,8 +145,17 @@ async def read_answer(reader: asyncio.StreamReader) -> bytes:
     return await reader.readuntil(b"0\r\n\r\n")
 
 
+@dataclass(frozen=True)
+class Pace:
+    chunks: int = 1000
+    gap_s: float = 0.001
+    """uvloop's timers count milliseconds."""
+
+
 class Engine(asyncio.Protocol):
-    """Answers completions: JSON, or `CHUNKS` events if the body asks for a stream."""
+    """Answers completions: JSON, or events at a certain pace if the body asks for a stream."""
+
+    pace = Pace()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -180,9 +191,9 @@ class Engine(asyncio.Protocol):
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         last = b'data: {"id":"cmpl-1","choices":[],' + USAGE + b"}\n\n"
-        for event in (*[EVENT] * (CHUNKS - 2), last, b"data: [DONE]\n\n"):
+        for event in (*[EVENT] * (self.pace.chunks - 2), last, b"data: [DONE]\n\n"):
             self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
-            await asyncio.sleep(CHUNK_GAP_S)
+            await asyncio.sleep(self.pace.gap_s)
         self._transport.write(b"0\r\n\r\n")
 
 

@@ -1,6 +1,6 @@
 """What receiving events costs: from an engine's PUB socket to visible in the index. CPU time of the receiving process.
 
-    python tests/bench/bench_feed.py [--quick]
+    python -m tests.bench.bench_feed [--quick]
 
 The publisher is another process on the same machine, over loopback TCP; payloads are as vLLM sends them (maps, integer
 hashes, block size 16, token ids up to 150 000). Counted is everything the receiving process does, ZMQ's own thread
@@ -21,9 +21,7 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import msgspec
 import uvloop
 import zmq
 
@@ -38,9 +36,8 @@ from epp.telemetry import Telemetry
 from indexer.feed import Feed, FeedAddress, Hub
 from indexer.index import PrefixIndex
 from indexer.wire import BlockStored
+from tests.bench.bench_index import BLOCK_SIZE, TOP_TOKEN, one_event
 
-BLOCK_SIZE = 16
-TOP_TOKEN = 150_000
 TOPIC = b"kv@10.0.0.1:8000@model"
 
 
@@ -67,7 +64,7 @@ def ingest(messages: int, blocks: int, *, per_second: int = 0) -> float:
 
 
 async def _ingest(messages: int, blocks: int, per_second: int) -> float:
-    arguments = [sys.executable, str(Path(__file__)), "--publish", str(messages), str(blocks), str(per_second)]
+    arguments = [sys.executable, "-m", __spec__.name, "--publish", str(messages), str(blocks), str(per_second)]
     publisher = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
     assert publisher.stdout is not None
     assert publisher.stdin is not None
@@ -92,7 +89,7 @@ async def _ingest(messages: int, blocks: int, per_second: int) -> float:
 def publish(messages: int, blocks: int, per_second: int) -> None:
     """The other process: binds, waits for a subscription and for a line on stdin, sends, waits for the end of stdin."""
     rng = random.Random(1)
-    payloads = [_payload(rng, blocks) for _ in range(messages)]
+    payloads = [one_event(rng, blocks) for _ in range(messages)]
     context = zmq.Context()
     socket = context.socket(zmq.XPUB)
     socket.set_hwm(0)
@@ -106,23 +103,6 @@ def publish(messages: int, blocks: int, per_second: int) -> None:
             time.sleep(1 / per_second)
     sys.stdin.read()
     context.destroy(linger=0)
-
-
-def _payload(rng: random.Random, blocks: int) -> bytes:
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [rng.getrandbits(64) for _ in range(blocks)],
-        "parent_block_hash": None,
-        "token_ids": [rng.randrange(TOP_TOKEN) for _ in range(blocks * BLOCK_SIZE)],
-        "block_size": BLOCK_SIZE,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "extra_keys": [None] * blocks,
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }
-    return msgspec.msgpack.encode([time.time(), [event], 0])
 
 
 # --- to the request

@@ -1,6 +1,6 @@
 """What the index costs: ingest per block, match per request, memory per unique block. CPU time of one process.
 
-    python tests/bench/bench_index.py [--quick]
+    python -m tests.bench.bench_index [--quick]
 
 Scenarios, stated because figures depend on them:
 
@@ -115,6 +115,11 @@ def _chunks(event: dict[str, object]) -> Iterable[dict[str, object]]:
             "medium": "CPU",
             "extra_keys": None,
         }
+
+
+def one_event(rng: random.Random, blocks: int) -> bytes:
+    """A message's payload: new blocks of a new prompt, in HBM."""
+    return _payload(_event(rng, blocks))
 
 
 def _payload(*events: dict[str, object]) -> bytes:

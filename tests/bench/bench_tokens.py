@@ -1,6 +1,6 @@
 """What understanding a request costs: parsing, rendering, tokens. CPU time of the whole process, real tokenizer.
 
-    python tests/bench/bench_tokens.py [--quick]
+    python -m tests.bench.bench_tokens [--quick]
 
 Scenarios, stated because figures depend on them (DeepSeek's tokenizer with a plain chat template; text is source code
 of the standard library, 4.2 characters a token; every request is new, none is repeated):

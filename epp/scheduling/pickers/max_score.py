@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
-import msgspec
-
-from epp.config.environment import Environment
-from epp.config.registry import Parameters, plugin
+from epp.config.registry import plugin
 from epp.fleet.endpoint import Endpoint
+from epp.scheduling.pickers.base import BasePicker, PickerParameters
 from epp.scheduling.plugin import Scheduling
 from epp.scheduling.profile import one_of_the_best
 
 
-class PickerParameters(Parameters, frozen=True):
-    max_num_of_endpoints: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """How many to return: the first is the target, the others are fallbacks."""
-
-
 @plugin("max-score-picker", PickerParameters)
-class MaxScorePicker:
-    name: str
-    type: str
-
-    def __init__(self, name: str, parameters: PickerParameters, environment: Environment) -> None:
-        self._count = parameters.max_num_of_endpoints
-        self._rng = environment.rng
-
+class MaxScorePicker(BasePicker):
     def pick(
         self, scheduling: Scheduling, endpoints: Sequence[Endpoint], scores: Sequence[float]
     ) -> Sequence[Endpoint]:

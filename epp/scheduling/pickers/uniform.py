@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epp.config.environment import Environment
 from epp.config.registry import plugin
 from epp.fleet.endpoint import Endpoint
-from epp.scheduling.pickers.max_score import PickerParameters
+from epp.scheduling.pickers.base import BasePicker, PickerParameters
 from epp.scheduling.plugin import Scheduling
 
 
 @plugin("random-picker", PickerParameters)
-class RandomPicker:
-    name: str
-    type: str
-
-    def __init__(self, name: str, parameters: PickerParameters, environment: Environment) -> None:
-        self._count = parameters.max_num_of_endpoints
-        self._rng = environment.rng
-
+class RandomPicker(BasePicker):
     def pick(
         self, scheduling: Scheduling, endpoints: Sequence[Endpoint], scores: Sequence[float]
     ) -> Sequence[Endpoint]:

@@ -10,22 +10,14 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from epp.config.environment import Environment
 from epp.config.registry import plugin
 from epp.fleet.endpoint import Endpoint
-from epp.scheduling.pickers.max_score import PickerParameters
+from epp.scheduling.pickers.base import BasePicker, PickerParameters
 from epp.scheduling.plugin import Scheduling
 
 
 @plugin("weighted-random-picker", PickerParameters)
-class WeightedRandomPicker:
-    name: str
-    type: str
-
-    def __init__(self, name: str, parameters: PickerParameters, environment: Environment) -> None:
-        self._count = parameters.max_num_of_endpoints
-        self._rng = environment.rng
-
+class WeightedRandomPicker(BasePicker):
     def pick(
         self, scheduling: Scheduling, endpoints: Sequence[Endpoint], scores: Sequence[float]
     ) -> Sequence[Endpoint]:

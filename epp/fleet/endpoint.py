@@ -63,6 +63,9 @@ class Endpoint:
     reachable: bool = True
     """False = its own port refuses connections. Set through `Fleet.reached`."""
 
+    gone: bool = False
+    """Has left the fleet. Requests that waited meanwhile may still hold it, and its slot may have a new owner."""
+
     @property
     def address(self) -> str:
         return self.spec.address

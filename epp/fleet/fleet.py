@@ -105,6 +105,7 @@ class Fleet:
         wanted = {spec.address: spec for spec in specs}
         removed = [e for e in self._endpoints if not _same_pod(e.spec, wanted.get(e.address))]
         for endpoint in removed:
+            endpoint.gone = True
             del self._by_address[endpoint.address]
             self._slots.give_back(endpoint.slot)
         updated = [e for e in self._by_address.values() if e.spec != wanted[e.address]]

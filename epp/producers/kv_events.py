@@ -83,19 +83,20 @@ def _beside(spec: EndpointSpec, port: int) -> str:
 
 
 class Candidates:
-    """Endpoints that have a feed, of those given; the fleet may have changed since they were."""
+    """Endpoints that have a feed, of those given. Columns by slot cover all that were given."""
 
     def __init__(self, endpoints: Sequence[Endpoint], feeds: Mapping[Endpoint, Feed]) -> None:
         self.endpoints = [endpoint for endpoint in endpoints if endpoint in feeds]
         self.streams = [feeds[endpoint].stream for endpoint in self.endpoints]
         self._slots = [endpoint.slot for endpoint in self.endpoints]
-        self._dense = self._slots == list(range(len(self._slots)))
+        self._size = 1 + max((endpoint.slot for endpoint in endpoints), default=-1)
+        self._dense = self._slots == list(range(self._size))
 
     def by_slot(self, column: list[T], absent: U) -> list[T | U]:
         """What is aligned with `endpoints`, as a list indexed by slot."""
         if self._dense:
             return list(column)
-        result: list[T | U] = [absent] * (max(self._slots, default=-1) + 1)
+        result: list[T | U] = [absent] * self._size
         for slot, value in zip(self._slots, column, strict=True):
             result[slot] = value
         return result

@@ -279,8 +279,6 @@ class PrecisePrefixCacheProducer:
             # not under the request's id: clients choose those, and may repeat them
             self._events.speculation.add(lookup, endpoint, keys, scheduling.now)
 
-    def first_byte(self, scheduling: Scheduling, result: SchedulingResult) -> None: ...
-
     def finished(self, scheduling: Scheduling, result: SchedulingResult, outcome: Outcome) -> None:
         lookup: Lookup | None = scheduling.notes.get(self.type)
         if lookup is not None and lookup.noted:

@@ -129,9 +129,13 @@ class Picked(Protocol):
     def picked(self, scheduling: Scheduling, result: SchedulingResult) -> None: ...
 
 
-class Finished(Protocol):
-    """A plugin that wants to know the end of each request that was picked: exactly once, however it ended."""
+class FirstByte(Protocol):
+    """A plugin that wants to know when the answer to a request begins."""
 
     def first_byte(self, scheduling: Scheduling, result: SchedulingResult) -> None: ...
+
+
+class Finished(Protocol):
+    """A plugin that wants to know the end of each request that was picked: exactly once, however it ended."""
 
     def finished(self, scheduling: Scheduling, result: SchedulingResult, outcome: Outcome) -> None: ...

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from epp.errors import Refusal
+from epp.errors import Refusal, no_endpoints
 from epp.routing import Outcome
 from epp.scheduling.failures import Failures
 from epp.scheduling.plugin import Plugin, Producer, ProfileHandler, ProfileResult, Scheduling, SchedulingResult
@@ -57,7 +57,7 @@ class Scheduler:
     async def schedule(self, scheduling: Scheduling) -> SchedulingResult:
         """`scheduling.endpoints` is not empty. Raises `Refusal`. Tells no plugin of the choice: see `picked`."""
         for producer, timeout, observe in self._producers:
-            before = perf_counter()
+            before, waiting = perf_counter(), None
             try:
                 waiting = producer.produce(scheduling)
                 if waiting is not None:
@@ -68,6 +68,8 @@ class Scheduler:
             except Exception as error:
                 self._failures.note(scheduling, producer, "DataProducer", error)
             observe(perf_counter() - before)
+            if waiting is not None:
+                _leave_out_the_gone(scheduling)
         return self._run_profiles(scheduling)
 
     def picked(self, scheduling: Scheduling, result: SchedulingResult) -> None:
@@ -108,3 +110,11 @@ class Scheduler:
             tell(scheduling, *rest)
         except Exception as error:
             self._failures.note(scheduling, plugin, point, error)
+
+
+def _leave_out_the_gone(scheduling: Scheduling) -> None:
+    """The fleet may have changed while a producer waited."""
+    if any(endpoint.gone for endpoint in scheduling.endpoints):
+        scheduling.endpoints = [endpoint for endpoint in scheduling.endpoints if not endpoint.gone]
+        if not scheduling.endpoints:
+            raise no_endpoints()

@@ -200,3 +200,11 @@ class TestReachability:
         fleet.reached(fleet.endpoints[0], False)
         fleet.apply([EndpointSpec(f"10.0.0.{i}:8000") for i in (1, 2, 3)])
         assert [e.address for e in fleet.subset(None)] == ["10.0.0.2:8000", "10.0.0.3:8000"]
+
+
+def test_an_endpoint_that_left_says_so_to_those_who_still_hold_it() -> None:
+    fleet = Fleet()
+    fleet.apply([EndpointSpec("10.0.0.1:8000"), EndpointSpec("10.0.0.2:8000")])
+    first, second = fleet.endpoints
+    fleet.apply([second.spec])
+    assert (first.gone, second.gone) == (True, False)

@@ -175,12 +175,12 @@ class TestMatch:
         assert scheduling.matches["precise"].blocks == [0, 0, 4]
         assert scheduling.hits == [None, None, TierHit(64)]
 
-    async def test_an_endpoint_that_just_left_is_left_out(self, bench: Bench) -> None:
+    async def test_an_endpoint_that_just_left_holds_nothing_but_has_its_place(self, bench: Bench) -> None:
         scheduling = bench.scheduling(tokens(6))
         bench.store(bench.endpoints[0], range(4))
         bench.environment.fleet.apply([bench.endpoints[0].spec])
         bench.producer().produce(scheduling)
-        assert scheduling.matches["precise"].blocks == [4]
+        assert scheduling.matches["precise"].blocks == [4, 0, 0]
 
     async def test_the_block_size_is_the_engines_and_the_configured_one_until_then(self, bench: Bench) -> None:
         producer = bench.producer(tokenProcessorConfig={"blockSizeTokens": 32})

@@ -219,6 +219,39 @@ class TestProducers:
         assert scheduling.skipped == ["slow: TimeoutError"]
         assert failures(environment, "slow", "DataProducer") == 1
 
+    @pytest.mark.parametrize("answers", [True, False])
+    async def test_endpoints_that_leave_while_it_works_are_left_out(
+        self,
+        scheduler: Callable[..., Scheduler],
+        fleet_of: FleetOf,
+        scheduling_of: SchedulingOf,
+        answers: bool,
+    ) -> None:
+        endpoints = fleet_of(3)
+
+        async def late() -> None:
+            endpoints[0].gone = endpoints[2].gone = True
+            if not answers:
+                raise ValueError
+
+        scheduling = scheduling_of(endpoints)
+        result = await scheduler(producers=[Fake("produce", lambda scheduling: late())]).schedule(scheduling)
+        assert list(scheduling.endpoints) == [endpoints[1]]
+        assert list(result.target.picked) == [endpoints[1]]
+
+    async def test_if_all_have_left_there_is_no_endpoint(
+        self, scheduler: Callable[..., Scheduler], fleet_of: FleetOf, scheduling_of: SchedulingOf
+    ) -> None:
+        [endpoint] = fleet_of(1)
+
+        async def late() -> None:
+            endpoint.gone = True
+
+        run = scheduler(producers=[Fake("produce", lambda scheduling: late())])
+        with pytest.raises(Refusal) as refused:
+            await run.schedule(scheduling_of([endpoint]))
+        assert refused.value.status == 503
+
     async def test_a_client_that_leaves_cancels(
         self, scheduler: Callable[..., Scheduler], fleet_of: FleetOf, scheduling_of: SchedulingOf
     ) -> None:

@@ -62,6 +62,8 @@ class Active:
     """Seconds spent on the response so far."""
     served: str = ""
     answered: bool = False
+    chunk_at: float = 0.0
+    """When the last chunk of a stream passed; 0 = none has."""
 
     @property
     def request(self) -> InferenceRequest:
@@ -196,6 +198,10 @@ class RequestDirector:
         active = _active(route)
         if active.usage is not None:
             began = self._clock()
+            if active.request.stream:
+                if active.chunk_at:
+                    active.metrics.chunk_gap(began - active.chunk_at)
+                active.chunk_at = began
             active.usage.feed(data, end_of_stream)
             active.answering += self._clock() - began
 

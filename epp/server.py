@@ -17,6 +17,7 @@ from grpc import aio
 from epp import tls
 from epp.exchange.machine import MAX_REQUEST_BYTES, PeerError
 from epp.health import Health
+from epp.logs import Brake
 from epp.routing import Director
 from epp.stream import CallLost, Stream
 from epp.wire import METHOD, SERVICE
@@ -55,6 +56,7 @@ class ExtProcServer:
         self.port = 0
         """The ext_proc port in use, once started."""
         self.health_port = 0
+        self._brake = Brake(logger)  # a misconfigured data plane errs on every request
         self._director = director
         self._streams: set[Stream] = set()
         self._opened = asyncio.Event()
@@ -131,7 +133,9 @@ class ExtProcServer:
         try:
             await stream.run()
         except PeerError as error:
-            logger.warning("ext_proc stream ended, protocol error: %s", error)
+            self._brake.log(
+                logging.WARNING, "protocol error", "ext_proc stream ended, protocol error", error=str(error)
+            )
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         finally:
             self._streams.discard(stream)

@@ -475,6 +475,16 @@ class TestObserving:
         parts.finish(asked, route)
         assert parts.decision()["delivered_cached_tokens"] == (64 if share else None)
 
+    async def test_the_gaps_between_the_chunks_of_an_observed_stream_are_counted(self) -> None:
+        parts = Parts(observe_streams=1.0)
+        _, route = await parts.route(prompt(stream=True))
+        parts.answered(route, kind="text/event-stream")
+        for pause in (1.0, 0.02, 0.03):
+            parts.clock.now += pause
+            parts.director.observe(route, b"data: {}\n\n", False)
+        assert parts.metric("llm_d_epp_request_streaming_itl_seconds_count") == 2
+        assert parts.metric("llm_d_epp_request_streaming_itl_seconds_sum") == pytest.approx(0.05)
+
     async def test_nothing_of_a_request_without_a_model(self) -> None:
         parts = Parts()
         _, route = await parts.route(b"", method="GET", end=True)

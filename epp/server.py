@@ -133,9 +133,7 @@ class ExtProcServer:
         try:
             await stream.run()
         except PeerError as error:
-            self._brake.log(
-                logging.WARNING, "protocol error", "ext_proc stream ended, protocol error", error=str(error)
-            )
+            self._brake.log(logging.WARNING, str(error), f"ext_proc stream ended, protocol error: {error}")
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         finally:
             self._streams.discard(stream)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
@@ -38,13 +39,21 @@ class PartFailed(Exception):
         self.part = part
 
 
+_PORTS = range(15_000, 32_000)
+"""Below the ports that the kernel gives to outgoing connections: one of those may take a port between the moment that
+it is found free and the moment that somebody listens on it."""
+
+
 def free_ports(count: int) -> list[int]:
     """`count` different TCP ports that nobody listens on at 127.0.0.1."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop}")
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:

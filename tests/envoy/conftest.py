@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import signal
-import socket
 
 import aiohttp
 import pytest
@@ -16,6 +15,7 @@ from aiohttp import web
 from epp.routing import Answer, Observe, Outcome, Route
 from epp.server import ExtProcServer, ServerOptions
 from epp.toolbox.bootstrap import BootstrapOptions, Profile, render
+from epp.toolbox.processes import free_ports
 
 HOST = "127.0.0.1"
 
@@ -187,7 +187,7 @@ async def start(director, tmp_path):
             await server.start()
             stack.push_async_callback(server.stop)
             await server.health.set_ready(True)
-            listen, admin = free_port(), free_port()
+            listen, admin = free_ports(2)
             bootstrap = render(
                 BootstrapOptions(
                     profile=profile,
@@ -224,7 +224,8 @@ async def envoy(bootstrap, directory):
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself: until_ready says so
+            process.send_signal(signal.SIGTERM)
         await process.wait()
         log.close()
     # what Envoy says of a reply that it did not expect, even if the client never noticed
@@ -238,12 +239,6 @@ async def until_ready(proxy):
                 return
         await asyncio.sleep(0.05)
     raise AssertionError("Envoy does not get ready")
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind((HOST, 0))
-        return s.getsockname()[1]
 
 
 def ext_proc_index(bootstrap):

@@ -9,9 +9,10 @@ import pytest
 from epp.errors import no_endpoints
 from epp.routing import Route
 from epp.stream import _warn_unseen_bodies
+from epp.toolbox.processes import free_ports
 from epp.wire import SERVICE
 
-from .conftest import Profile, ext_proc_index, free_port, http_filters, manager
+from .conftest import Profile, ext_proc_index, http_filters, manager
 
 pytestmark = pytest.mark.envoy
 
@@ -135,7 +136,7 @@ class TestKnownEndpoints:
         assert [response.served for response in director.responses] == [upstream.address] * 3
 
     async def test_the_next_of_a_list_takes_over_from_a_dead_one(self, start, profile, upstream, director):
-        dead = f"127.0.0.1:{free_port()}"
+        dead = f"127.0.0.1:{free_ports(1)[0]}"
 
         async def both(*_):
             return Route(f"{dead},{upstream.address}")

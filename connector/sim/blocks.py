@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from connector.sim.events import GPU, AllBlocksCleared, BlockRemoved, Event
+from connector.events import GPU, AllBlocksCleared, BlockRemoved, Event, Hash
 from connector.sim.hashing import BlockHash, external_hash
 
 
@@ -90,17 +90,18 @@ class BlockPool:
             self._free[block.block_id] = block
             self._free.move_to_end(block.block_id, last=False)
 
-    def clear(self, tiers: list[str] | None) -> bool:
-        """Forget all contents; refused (False) while any request holds a block."""
+    def clear(self, *, silently: bool = False) -> bool:
+        """Forget all contents; refused (False) while any request holds a block. `silently`, as vLLM itself does it, the
+        event does not say of what."""
         if self.free_count != self.usable:
             return False
         for block in self._free.values():
             block.hash = None
         self._cached.clear()
-        self.events.append(AllBlocksCleared(tiers))
+        self.events.append(AllBlocksCleared(None if silently else [GPU]))
         return True
 
-    def residency(self) -> Counter[int]:
+    def residency(self) -> Counter[Hash]:
         """How many copies of each hash, in its external form, are addressable."""
         return Counter({external_hash(block_hash): len(copies) for block_hash, copies in self._cached.items()})
 

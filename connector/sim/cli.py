@@ -9,19 +9,21 @@ import argparse
 import asyncio
 import json
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 
 import zmq
-import zmq.asyncio
 from aiohttp import web
 
+from connector.events import CPU, GPU, STORAGE, Tier
+from connector.journal import About
+from connector.publisher import Publisher
 from connector.sim.engine import Engine, EngineConfig
 from connector.sim.model import ServiceModel
 from connector.sim.offload import OffloadConfig
-from connector.sim.publisher import Publisher
 from connector.sim.runner import Runner, cancel
 from connector.sim.server import Names, Server
 from connector.sim.tokens import Codec, load_codec
@@ -93,7 +95,10 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
 def _add_wire(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--topic", help="event topic (default kv@HOST:PORT@SERVED_MODEL_NAME)")
     group.add_argument("--buffer-steps", type=_at_least(1), default=10_000, help="messages that replay can repeat")
-    group.add_argument("--plain-events", action="store_true", help="AllBlocksCleared without the tiers it cleared")
+    group.add_argument("--heartbeat-s", type=_rate, default=1.0, help="the longest silence (default %(default)s)")
+    group.add_argument(
+        "--plain-events", action="store_true", help="as vLLM without our connector: no notes, heartbeats, snapshots"
+    )
     group.add_argument("--placeholder-events", action="store_true", help="lower-tier events with the last hash only")
     group.add_argument(
         "--old-replay-form", action="store_true", help="replay replies without topic, as before vLLM 0.26"
@@ -135,6 +140,18 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
+def about(config: EngineConfig, heartbeat: float) -> About:
+    offload = config.offload
+    chunk = offload.blocks_per_chunk
+    tiers = {GPU: Tier(capacity=config.hbm_blocks - 1)}
+    if offload.cpu_chunks:
+        tiers[CPU] = Tier(capacity=offload.cpu_chunks * chunk, chunk=chunk)
+    if offload.storage_chunks:
+        unlimited = offload.storage_chunks < 0
+        tiers[STORAGE] = Tier(capacity=None if unlimited else offload.storage_chunks * chunk, chunk=chunk)
+    return About(heartbeat=heartbeat, tiers=tiers)
+
+
 def service_model(args: argparse.Namespace) -> ServiceModel:
     return ServiceModel(
         prefill_tokens_per_s=args.prefill_tokens_per_s,
@@ -147,36 +164,41 @@ def service_model(args: argparse.Namespace) -> ServiceModel:
 
 
 async def start_engine(
-    args: argparse.Namespace, index: int, codec: Codec, context: zmq.asyncio.Context, stack: AsyncExitStack
+    args: argparse.Namespace, index: int, codec: Codec, stack: AsyncExitStack
 ) -> tuple[Addresses, asyncio.Task[None]]:
     """Start one engine on ports of its own; `stack` takes what stops it. Returns its addresses and its step task."""
     name = args.name if args.engines == 1 else f"{args.name}-{index}"
     model = args.served_model_name or args.model
+    listener = socket.create_server((args.host, _port(args.port, index)))
+    stack.callback(listener.close)
+    address = "{}:{}".format(*listener.getsockname()[:2])
     engine = Engine(engine_config(args), service_model(args), codec.vocabulary)
+    note = about(engine.config, args.heartbeat_s)
     publisher = Publisher(
-        context,
-        args.host,
-        _port(args.events_port, index),
-        _port(args.replay_port, index),
+        None if args.plain_events else note,
+        endpoint=_endpoint(args.host, _port(args.events_port, index)),
+        bind=True,
+        replay_endpoint=_endpoint(args.host, _port(args.replay_port, index)),
+        topic=args.topic or f"kv@{address}@{model}",
         buffer_steps=args.buffer_steps,
         old_replay_form=args.old_replay_form,
     )
     stack.callback(publisher.close)
-    runner = Runner(engine, publisher)
+    runner = Runner(engine, publisher, note)
     names = Names(name, model, args.model, args.lora)
     server = Server(names, runner, publisher, codec, bytes_per_token=args.bytes_per_token)
     http = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await http.setup()
     stack.push_async_callback(http.cleanup)
-    site = web.TCPSite(http, args.host, _port(args.port, index))
-    await site.start()
-    address = "{}:{}".format(*http.addresses[0][:2])
-    publisher.topic = (args.topic or f"kv@{address}@{model}").encode()
+    await web.SockSite(http, listener).start()
     steps = asyncio.create_task(runner.run(), name=f"{name} steps")
-    replay = asyncio.create_task(publisher.serve_replay(), name=f"{name} replay")
-    stack.push_async_callback(cancel, replay)
     stack.push_async_callback(cancel, steps)
+    assert publisher.replay_endpoint is not None
     return Addresses(name, address, publisher.endpoint, publisher.replay_endpoint, model), steps
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"tcp://{host}:{port or '*'}"
 
 
 def _port(first: int, index: int) -> int:
@@ -190,9 +212,7 @@ async def serve(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     codec = load_codec(args.tokenizer)
     async with AsyncExitStack() as stack:
-        context = zmq.asyncio.Context()
-        stack.callback(context.destroy, linger=0)
-        started = [await start_engine(args, index, codec, context, stack) for index in range(args.engines)]
+        started = [await start_engine(args, index, codec, stack) for index in range(args.engines)]
         for addresses, _ in started:
             print(json.dumps(asdict(addresses)), flush=True)
         stopped = asyncio.create_task(stop.wait(), name="stop")

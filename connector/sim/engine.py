@@ -15,9 +15,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from connector.events import CPU, GPU, STORAGE, Event, Hash
 from connector.sim.answers import first_state, next_state, pick_token
 from connector.sim.blocks import Block, BlockPool
-from connector.sim.events import CPU, GPU, STORAGE, Event
 from connector.sim.model import ServiceModel
 from connector.sim.offload import HBM_ONLY, OffloadConfig, Offloader
 from connector.sim.requests import Phase, Request
@@ -34,7 +34,7 @@ class EngineConfig:
         max_num_seqs: how many requests run at once.
         max_num_batched_tokens: how many tokens one step computes.
         offload: the tiers below HBM.
-        plain_events: leave the tiers out of AllBlocksCleared, as vLLM itself does.
+        plain_events: say as little of resets as vLLM itself does.
     """
 
     block_size: int = 16
@@ -155,20 +155,27 @@ class Engine:
         if self._offloader is not None:
             for request in self._offloader.finish_step(now):
                 request.phase = Phase.LOADED
-        return outputs, self._take_events()
+        return outputs, self.take_events()
 
     def reset_prefix_cache(self, external: bool) -> bool:
         """Empty HBM and, if `external`, the CPU tier; refused (False) while any request holds blocks."""
-        tiers = [GPU, CPU] if external and self._offloader is not None else [GPU]
-        if not self._pool.clear(None if self.config.plain_events else tiers):
+        silently = self.config.plain_events
+        if not self._pool.clear(silently=silently):
             return False
         if external and self._offloader is not None:
-            self._offloader.clear()
+            self._offloader.clear(silently=silently)
         return True
 
-    def residency(self) -> dict[str, Counter[int]]:
+    def take_events(self) -> list[Event]:
+        """What the wire has to say by now: a step's at its end, a reset's at once."""
+        events, self._pool.events = self._pool.events, []
+        if self._offloader is not None:
+            events += self._offloader.take_events()
+        return events
+
+    def residency(self) -> dict[str, Counter[Hash]]:
         """Per medium, how many copies of each block hash it holds: what a consumer of all events should believe."""
-        held = {GPU: self._pool.residency()}
+        held: dict[str, Counter[Hash]] = {GPU: self._pool.residency()}
         if self._offloader is not None:
             held[CPU] = self._offloader.cpu.residency()
             if self._offloader.storage is not None:
@@ -356,9 +363,3 @@ class Engine:
             queue = {Phase.RUNNING: self._running, Phase.LOADED: self._loading, Phase.WAITING: self._waiting}
             queue[request.phase].remove(request)
             self._end(request, "abort")
-
-    def _take_events(self) -> list[Event]:
-        events, self._pool.events = self._pool.events, []
-        if self._offloader is not None:
-            events += self._offloader.take_events()
-        return events

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from connector.sim.events import CPU, STORAGE, BlockStored, Event
+from connector.events import CPU, STORAGE, BlockStored, Event
 from connector.sim.hashing import BlockHash, external_hash
 from connector.sim.model import ServiceModel
 from connector.sim.requests import Request
@@ -179,14 +179,14 @@ class Offloader:
     def take_events(self) -> list[Event]:
         return self.cpu.take_events() + (self.storage.take_events() if self.storage is not None else [])
 
-    def clear(self) -> None:
+    def clear(self, *, silently: bool = False) -> None:
         """Empty the CPU tier and drop the copies under way; storage keeps what is completely written."""
         for transfer in self._transfers:
             self._abandon(transfer)
         self._transfers.clear()
         self._progress.clear()
         self._being_loaded.clear()
-        self.cpu.clear()
+        self.cpu.clear(silently=silently)
 
     def _abandon(self, transfer: Transfer) -> None:
         if self.storage is None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from connector.events import BlockStored
 from connector.sim.blocks import Block
-from connector.sim.events import BlockStored
 from connector.sim.hashing import NOBODY, BlockHash, Identity, extend_hashes, external_hash
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
+from connector.events import Load
+from connector.journal import About
+from connector.publisher import Publisher
 from connector.sim.engine import Engine, Output, Step
-from connector.sim.events import encode_batch
-from connector.sim.publisher import Publisher
 from connector.sim.requests import Request
 
 Outputs = asyncio.Queue[Output]
@@ -21,11 +21,16 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 class Runner:
-    """One engine, one task. Events of a step are on the wire before its tokens are handed out."""
+    """One engine, one task. Events of a step are on their way before its tokens are handed out.
 
-    def __init__(self, engine: Engine, publisher: Publisher) -> None:
+    Args:
+        about: is told the engine's load.
+    """
+
+    def __init__(self, engine: Engine, publisher: Publisher, about: About) -> None:
         self.engine = engine
         self._publisher = publisher
+        self._about = about
         self._sinks: dict[Request, Outputs] = {}
         self._wake = asyncio.Event()
 
@@ -33,6 +38,7 @@ class Runner:
         """Queue a request; its tokens come on `outputs`. Raises ValueError if it can never run."""
         self.engine.add(request, asyncio.get_running_loop().time())
         self._sinks[request] = outputs
+        self._note_load()
         self._wake.set()
 
     def abort(self, request: Request) -> None:
@@ -40,6 +46,13 @@ class Runner:
         if self._sinks.pop(request, None) is not None:
             self.engine.abort(request)
             self._wake.set()
+
+    def reset_prefix_cache(self, external: bool) -> bool:
+        """As the engine's; told at once, where vLLM itself would wait for the next step."""
+        done = self.engine.reset_prefix_cache(external)
+        if not self.engine.config.plain_events:
+            self._publisher.publish(self.engine.take_events())
+        return done
 
     async def run(self) -> None:
         """Step for ever."""
@@ -51,8 +64,9 @@ class Runner:
             step = self.engine.begin_step(began)
             await self._let_pass(step, began + step.seconds - clock())
             outputs, events = self.engine.end_step(step, clock())
+            self._note_load()
             if events:
-                self._publisher.publish(encode_batch(events, at=time.time()))
+                self._publisher.publish(events)
             for output in outputs:
                 self._hand_out(output)
 
@@ -70,6 +84,10 @@ class Runner:
                 await self._wake.wait()
         except TimeoutError:
             pass
+
+    def _note_load(self) -> None:
+        engine = self.engine
+        self._about.load = Load(engine.waiting_count, engine.running_count, engine.usage)
 
     def _hand_out(self, output: Output) -> None:
         sink = self._sinks.get(output.request)

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from connector.publisher import Publisher
 from connector.sim.api import (
     END_OF_STREAM,
     Answer,
@@ -25,7 +26,6 @@ from connector.sim.api import (
 )
 from connector.sim.hashing import Identity
 from connector.sim.metrics import engine_registry
-from connector.sim.publisher import SEND_HIGH_WATER, Publisher
 from connector.sim.requests import Request
 from connector.sim.runner import Outputs, Runner
 from connector.sim.tokens import Codec
@@ -197,7 +197,7 @@ class Server:
 
     async def _reset(self, http: web.Request) -> web.Response:
         external = http.query.get("reset_external", "false").lower() in ("true", "1")
-        return _json({"success": self._runner.engine.reset_prefix_cache(external)})
+        return _json({"success": self._runner.reset_prefix_cache(external)})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -226,9 +226,9 @@ class Server:
             "endpoint": publisher.endpoint,
             "replay_endpoint": publisher.replay_endpoint,
             "buffer_steps": publisher.buffer_steps,
-            "hwm": SEND_HIGH_WATER,
-            "max_queue_size": SEND_HIGH_WATER,
-            "topic": publisher.topic.decode(),
+            "hwm": publisher.hwm,
+            "max_queue_size": publisher.max_queue_size,
+            "topic": publisher.topic,
         }
         return _json({"0": source})
 

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from connector.sim.events import BlockRemoved, BlockStored, Event
+from connector.events import BlockRemoved, BlockStored, Event, Hash, TierCleared
 from connector.sim.hashing import BlockHash
 
 
@@ -108,14 +108,17 @@ class Tier:
             if key in self._chunks:
                 self._chunks.move_to_end(key)
 
-    def clear(self) -> None:
+    def clear(self, *, silently: bool = False) -> None:
+        """Drop all chunks; `silently`, as vLLM itself does it, nobody is told."""
         self._chunks.clear()
+        if not silently:
+            self.events.append(TierCleared(self._medium))
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
 
-    def residency(self) -> Counter[int]:
+    def residency(self) -> Counter[Hash]:
         """How many readable chunks hold each hash."""
         ready = (chunk.announcement.block_hashes for chunk in self._chunks.values() if chunk.ready)
         return Counter(block for hashes in ready for block in hashes)

@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import bench_ext_proc, bench_feed, bench_index, bench_tokens, picker
+from tests.bench import bench_connector, bench_ext_proc, bench_feed, bench_index, bench_tokens, picker
 
 BARS: Mapping[str, tuple[str, float, str]] = {
     "cpu_us_small_buffered": ("CPU per small request (200 new tokens in, JSON out), buffered", 400, "µs"),
@@ -34,6 +34,7 @@ def measure(quick: bool) -> dict[str, float]:
         **bench_index.measure(quick=quick),
         **bench_feed.measure(quick=quick),
         **bench_tokens.measure(quick=quick),
+        **bench_connector.measure(quick=quick),
     }
     with picker.command() as command:
         figures |= uvloop.run(bench_ext_proc.measure(command))

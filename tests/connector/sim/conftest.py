@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from connector.events import Event
 from connector.sim.engine import Engine, EngineConfig, Output
-from connector.sim.events import Event
 from connector.sim.model import INSTANT, ServiceModel
 from connector.sim.requests import Request
 

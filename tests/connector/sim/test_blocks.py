@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from connector.events import AllBlocksCleared, BlockRemoved
 from connector.sim.blocks import Block, BlockPool
-from connector.sim.events import AllBlocksCleared, BlockRemoved
 from connector.sim.hashing import BlockHash, external_hash
 
 
@@ -94,9 +94,9 @@ def test_hits_stop_at_the_limit_and_at_the_first_gap() -> None:
 def test_clearing_forgets_everything_but_only_when_nobody_holds_a_block() -> None:
     pool = BlockPool(4)
     blocks = hold(pool, "ab")
-    assert not pool.clear(["GPU"])
+    assert not pool.clear()
     pool.free(reversed(blocks))
-    assert pool.clear(["GPU"])
+    assert pool.clear()
     assert not pool.residency()
     pool.take(3)
     assert pool.events == [AllBlocksCleared(["GPU"])]

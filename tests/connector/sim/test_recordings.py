@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from connector.events import encode_batch
 from connector.sim.engine import EngineConfig
-from connector.sim.events import encode_batch
 from connector.sim.hashing import Identity
 from connector.sim.offload import HBM_ONLY, OffloadConfig
 

@@ -19,9 +19,9 @@ import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from connector.answers import END
 from connector.sim import cli
 from connector.sim.engine import Engine
-from connector.sim.publisher import END_OF_REPLAY
 from connector.sim.tokens import load_codec
 
 FAST = ["--speed", "100000", "--block-size", "4", "--hbm-blocks", "33"]
@@ -76,12 +76,15 @@ class Served:
         assert live.items() <= told.items()
         return believed(told.values())
 
+    async def last_payload(self) -> bytes:
+        return (await self.replay()).popitem()[1]
+
     async def replay(self) -> dict[bytes, bytes]:
         dealer = self.subscriber.context.socket(zmq.DEALER)
         dealer.connect(self.addresses.replay)
         await dealer.send_multipart([b"", bytes(8)])
         told: dict[bytes, bytes] = {}
-        while (reply := await dealer.recv_multipart())[2] != END_OF_REPLAY:
+        while (reply := await dealer.recv_multipart())[2] != END:
             told[reply[2]] = reply[3]
         dealer.close(linger=0)
         return told
@@ -128,7 +131,7 @@ async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
             parser = argparse.ArgumentParser()
             cli.add_arguments(parser)
             args = parser.parse_args([*FAST, *flags])
-            addresses, _ = await cli.start_engine(args, 0, load_codec(args.tokenizer), context, stack)
+            addresses, _ = await cli.start_engine(args, 0, load_codec(args.tokenizer), stack)
             subscriber = context.socket(zmq.SUB)
             stack.callback(subscriber.close, linger=0)
             subscriber.subscribe(b"")
@@ -146,12 +149,14 @@ async def test_events_add_up_to_what_the_engine_holds(serve) -> None:
     assert await sim.hear() == sim.engine.residency()
 
 
-async def test_a_reset_over_http_names_its_tiers_and_empties_them(serve) -> None:
+async def test_a_reset_over_http_empties_the_tiers_and_is_told_at_once(serve) -> None:
     sim = await serve("--cpu-chunks", "40")
     await sim.post("/v1/completions", {"prompt": list(range(20))})
     await sim.settle()
     assert await sim.post("/reset_prefix_cache?reset_external=true", {}) == {"success": True}
-    assert await sim.hear() == sim.engine.residency()
+    async with asyncio.timeout(5):
+        while (told := believed((await sim.replay()).values())) != {"GPU": Counter(), "CPU": Counter()}:
+            assert set(told) == {"GPU", "CPU"}
     answer = await sim.post("/v1/completions", {"prompt": list(range(20))})
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -298,3 +303,37 @@ async def test_a_router_can_find_the_sockets_and_see_that_the_engine_lives(serve
     assert source["topic"] == f"kv@{sim.addresses.http}@sim-8b"
     async with sim.http.get("/health") as response:
         assert (response.status, response.headers["x-sim-engine"]) == (200, "sim")
+
+
+async def test_it_says_what_our_connector_says_beside_the_events(serve) -> None:
+    sim = await serve(
+        "--cpu-chunks", "10", "--blocks-per-chunk", "2", "--storage-chunks", "-1", "--heartbeat-s", "0.02"
+    )
+    await sim.post("/v1/completions", {"prompt": list(range(20)), "max_tokens": 1})
+    await sim.settle()
+    async with asyncio.timeout(5):
+        while True:  # until a heartbeat behind the last step
+            batch = msgspec.msgpack.decode(await sim.last_payload())
+            if not batch[1] and batch[3]["tiers"]["STORAGE"]["held"]:
+                break
+    notes = batch[3]
+    assert notes["heartbeat"] == 0.02
+    assert notes["load"] == {"waiting": 0, "running": 0, "kv_usage": 0.0}
+    assert notes["tiers"] == {
+        "GPU": {"capacity": 32, "held": 5},
+        "CPU": {"capacity": 20, "held": 4, "chunk": 2},
+        "STORAGE": {"held": 4, "chunk": 2},
+    }
+
+
+async def test_plain_it_says_what_vllm_says(serve) -> None:
+    sim = await serve("--cpu-chunks", "10", "--plain-events", "--placeholder-events", "--heartbeat-s", "0.02")
+    await sim.post("/v1/completions", {"prompt": list(range(20)), "max_tokens": 1})
+    await sim.settle()
+    async with asyncio.timeout(5):
+        while "CPU" not in believed(told := (await sim.replay()).values()):
+            pass
+    batches = [msgspec.msgpack.decode(payload) for payload in told]
+    assert {len(batch) for batch in batches} == {3}
+    assert [event["token_ids"] for batch in batches for event in batch[1] if event["medium"] == "CPU"] == [[]] * 5
+    assert all(batch[1] for batch in batches)

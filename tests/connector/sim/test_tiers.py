@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from connector.sim.events import BlockRemoved, BlockStored
+from connector.events import BlockRemoved, BlockStored
 from connector.sim.hashing import BlockHash
 from connector.sim.tiers import Lookup, Tier
 

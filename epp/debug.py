@@ -136,12 +136,12 @@ class _Pages:
     def _endpoint(self, endpoint: Endpoint) -> dict[str, Any]:
         load, state = endpoint.load, self._views.scrape_state(endpoint)
         shown = asdict(load)
-        updated_at = shown.pop("updated_at")
+        now, updated_at, streamed_until = self._views.clock(), shown.pop("updated_at"), shown.pop("streamed_until")
         return {
             **asdict(endpoint.spec),
             "slot": endpoint.slot,
             "reachable": endpoint.reachable,
-            "load": {**shown, "age": self._views.clock() - updated_at if updated_at else None},
+            "load": {**shown, "age": now - updated_at if updated_at else None, "streamed": now < streamed_until},
             "inflight_requests": endpoint.inflight_requests,
             "inflight_tokens": endpoint.inflight_tokens,
             "scrape": None if state is None else asdict(state),

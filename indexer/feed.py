@@ -62,7 +62,8 @@ class Hub:
 
 
 class Feed:
-    """`open` on a running loop, `close` when the endpoint is gone. `residency` is a new object after a rebuild."""
+    """`open` on a running loop, `stream.tick` every now and then, `close` when the endpoint is gone. `residency` is a
+    new object after a rebuild."""
 
     def __init__(
         self,
@@ -108,6 +109,10 @@ class Feed:
             "state_seconds": round(now - stream.since, 3),
             "heard_seconds_ago": round(now - stream.heard_at, 3) if stream.heard_at else None,
             "last_seq": stream.last_seq,
+            "instance": stream.instance or "",
+            "heartbeat": stream.told.heartbeat,
+            "load": msgspec.to_builtins(stream.told.load),
+            "tiers": {name: msgspec.to_builtins(tier) for name, tier in stream.told.tiers.items()},
             "model": residency.model,
             "block_size": residency.block_size,
             "blocks_per_chunk": residency.blocks_per_chunk,

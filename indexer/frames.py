@@ -13,6 +13,9 @@ import msgspec
 
 SEQUENCE_BYTES = 8
 LAST_SEQUENCE = 2**64 - 1
+SNAPSHOT = LAST_SEQUENCE
+"""Asked for as a first number, it is our connector's word for a snapshot. Other engines have no batch of that number
+and answer with the end marker alone."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):

@@ -16,6 +16,7 @@ from typing import Any
 from indexer.hashes import HashKeys
 from indexer.keys import root_key
 from indexer.lane import Lane
+from indexer.pool import Pool
 from indexer.residency import Residency
 
 MAX_MODELS = 4096
@@ -38,6 +39,8 @@ class PrefixIndex:
         self.plans: dict[tuple[Residency, ...], Any] = {}
         """For match.py: what it derives from lanes, block sizes and models; emptied whenever those change."""
         self._publishers: set[Residency] = set()
+        self._pools: dict[tuple[str, str, str], Pool] = {}
+        """By tier, name and model."""
         self._other_tiers: set[str] = set()
         self._hashes: dict[str, HashKeys] = {}
         self._free_bits: list[int] = []
@@ -61,8 +64,9 @@ class PrefixIndex:
         return len(self.masks)
 
     def blocks(self, tier: str) -> int:
-        """Blocks held in a tier, by all publishers together."""
-        return sum(publisher.held(tier) for publisher in self._publishers)
+        """Blocks held in a tier, by all publishers together; what they share counts once."""
+        own = sum(publisher.held(tier) for publisher in self._publishers if not publisher.shares(tier))
+        return own + sum(pool.held for pool in self._pools.values() if pool.tier == tier)
 
     @property
     def known_hashes(self) -> int:
@@ -88,14 +92,31 @@ class PrefixIndex:
         """The table that publishers of one model share."""
         return self._hashes.setdefault(model, HashKeys(self.masks.__contains__))
 
-    def open_lane(self, tier: str) -> Lane | None:
+    def join(self, tier: str, name: str, residency: Residency) -> Pool:
+        place = tier, name, residency.model
+        pool = self._pools.get(place)
+        if pool is None:
+            pool = self._pools[place] = Pool(self, *place)
+        pool.members.add(residency)
+        self.changed()
+        return pool
+
+    def leave(self, pool: Pool, residency: Residency) -> None:
+        """With its last publisher a pool is gone."""
+        pool.members.discard(residency)
+        self.changed()
+        if not pool.members:
+            pool.clear()
+            del self._pools[pool.tier, pool.name, pool.model]
+
+    def open_lane(self, tier: str, *, counts_copies: bool = True) -> Lane | None:
         """None if there are too many tiers of media without a name here."""
         if tier not in NAMED_TIERS and tier not in self._other_tiers:
             if len(self._other_tiers) >= MAX_OTHER_TIERS:
                 return None
             self._other_tiers.add(tier)
         self.changed()
-        return Lane(self.masks, 1 << self._take_bit())
+        return Lane(self.masks, 1 << self._take_bit(), counts_copies=counts_copies)
 
     def _take_bit(self) -> int:
         if self._free_bits:

@@ -1,4 +1,4 @@
-"""A lane: one publisher's blocks in one tier (and one KV-cache group), as a bit of the index's masks."""
+"""A lane: a publisher's (or a pool's) blocks in one tier and one KV-cache group, as a bit of the index's masks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from itertools import islice, repeat
 
 
 class Lane:
-    __slots__ = ("_given", "_taken", "bit", "dropped_copies", "held", "masks", "surplus")
+    __slots__ = ("_given", "_taken", "bit", "counts_copies", "dropped_copies", "held", "masks", "surplus")
 
-    def __init__(self, masks: dict[int, int], bit: int) -> None:
+    def __init__(self, masks: dict[int, int], bit: int, *, counts_copies: bool = True) -> None:
         self.masks = masks
         """The index's."""
         self.bit = bit
+        self.counts_copies = counts_copies
+        """False: a set, which one removal empties of a block however often it was added."""
         self.held = 0
         """Blocks held, each counted once."""
         self.surplus: dict[int, int] = {}
@@ -29,7 +31,7 @@ class Lane:
         if not mask & self.bit:
             self.masks[key] = self._with(mask)
             self.held += 1
-        elif count_copies:
+        elif count_copies and self.counts_copies:
             self.surplus[key] = self.surplus.get(key, 0) + 1
 
     def add_chain(self, keys: list[int], *, count_copies: bool = True) -> list[int]:

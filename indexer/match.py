@@ -7,8 +7,11 @@ Such a load may reach the last token, and must gain at least a chunk's worth of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
 
 from indexer.index import PrefixIndex
 from indexer.keys import chain, encode_extras
@@ -74,7 +77,7 @@ def match(index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency]) 
         keys = prompt.keys(group.block_size, index.roots.get(prompt.model, group.root))
         if keys:
             ends = walk(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result.gpu)
-            if ends:
+            if ends or group.sharers:
                 _add_lower(group, ends, index.masks, keys, result)
     return result
 
@@ -84,30 +87,47 @@ def _add_lower(
 ) -> None:
     """What the tiers below HBM serve: whole chunks, and no less than a chunk's worth of blocks."""
     size = group.chunk
+    mixed = dict.fromkeys(group.sharers)
     for stage, at in ends.items():
         if stage is not group.lower[stage.member]:
-            _add_mixed(group, stage.member, masks, keys[size - 1 :: size], result)
+            mixed[stage.member] = None
             continue
         gain = at - at % size - result.gpu[stage.member]
         if gain >= size:
             result.column(stage.tier)[stage.member] = gain
+    if mixed:
+        runs = _runs(group, masks, keys)
+        for member in mixed:
+            _add_mixed(group, member, runs, result)
 
 
-def _add_mixed(group: Group, member: int, masks: Mapping[int, int], chunks: list[int], result: Match) -> None:
-    """For a member that finds chunks in several tiers: each comes from the first that has it.
+def _runs(group: Group, masks: Mapping[int, int], keys: list[int]) -> Sequence[tuple[int, int]]:
+    """Runs of chunks that the same stages below HBM have: the number of the block behind each, and what lacks it."""
+    runs: list[tuple[int, int]] = []
+    end, size = 0, group.chunk
+    for mask, run in groupby(map(masks.get, keys[size - 1 :: size])):
+        end += size * len(list(run))
+        missing = group.low & ~(mask or 0)
+        if runs and runs[-1][1] == missing:
+            runs.pop()
+        runs.append((end, missing))
+    return runs
 
-    `chunks`: the key of each chunk's last block.
-    """
-    size, gpu = group.chunk, result.gpu[member]
-    tiers = list(group.tiers_below(member))
+
+def _add_mixed(group: Group, member: int, runs: Sequence[tuple[int, int]], result: Match) -> None:
+    """For a member that may find chunks in several tiers: each comes from the first that has it."""
+    at = gpu = result.gpu[member]
+    tiers = group.below[member]
     gains = dict.fromkeys(tiers, 0)
-    for number in range(gpu // size, len(chunks)):
-        mask = masks.get(chunks[number], 0)
-        server = next((stage for stage in tiers if not stage.bits & ~mask), None)
-        if server is None:
+    for end, missing in islice(runs, bisect_right(runs, gpu, key=itemgetter(0)), None):
+        for stage in tiers:
+            if not stage.bits & missing:
+                break
+        else:
             break
-        gains[server] += (number + 1) * size - max(gpu, number * size)
-    if sum(gains.values()) >= size:
+        gains[stage] += end - at
+        at = end
+    if at - gpu >= group.chunk:
         for stage in tiers:
             result.column(stage.tier)[member] = 0
         for stage, gain in gains.items():

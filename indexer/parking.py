@@ -35,7 +35,9 @@ class Parking:
 
     def claim(self, block_hash: int, lane: Lane) -> None:
         """One copy of the block is in `lane`."""
-        self._claims.setdefault(block_hash, Counter())[lane] += 1
+        lanes = self._claims.setdefault(block_hash, Counter())
+        if lane.counts_copies or not lanes[lane]:
+            lanes[lane] += 1
         if len(self._claims) > MAX_BLOCKS:
             self._claims.pop(next(iter(self._claims)))
             self.dropped += 1

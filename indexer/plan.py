@@ -54,10 +54,17 @@ class Group:
     """Bits of every member's first stage."""
     gpu: int = 0
     """Bits of the HBM stages."""
+    low: int = 0
+    """Bits of the stages below HBM."""
     flat: bool = True
     """Is every stage below HBM its member's last, and of one bit?"""
     lower: dict[int, Stage] = field(default_factory=dict)
-    """Member → its first stage below HBM."""
+    """Member → its first stage below HBM that the walk knows."""
+    below: dict[int, Sequence[Stage]] = field(default_factory=dict)
+    """Member → all its stages below HBM, in order."""
+    sharers: list[int] = field(default_factory=list)
+    """Members with a store that others share. Its bit cannot tell the walk whose stage has ended, so those stages are
+    no part of it."""
     ended: dict[int, Ended] = field(default_factory=dict)
     """What `end` found before."""
     _stages: dict[int, Stage] = field(default_factory=dict)
@@ -65,7 +72,11 @@ class Group:
 
     def enter(self, member: int, residency: Residency) -> None:
         stage: Stage | None = None
+        below: list[Stage] = []
         for tier in sorted(residency.tiers(), key=_rank, reverse=True):
+            if residency.shares(tier):
+                below.append(Stage(member, tier, residency.bits(tier), None))
+                continue
             stage = Stage(member, tier, residency.bits(tier), stage)
             self._stages.update(dict.fromkeys(_each(stage.bits), stage))
             if tier == "gpu":
@@ -73,14 +84,12 @@ class Group:
             else:
                 self.flat = self.flat and stage.next is None and stage.bits.bit_count() == 1
                 self.lower[member] = stage
+                below.append(stage)
         self.first |= stage.bits if stage else 0
-
-    def tiers_below(self, member: int) -> Iterator[Stage]:
-        """Its stages below HBM, in order."""
-        stage = self.lower.get(member)
-        while stage is not None:
-            yield stage
-            stage = stage.next
+        self.below[member] = below[::-1]
+        self.low |= _union(stage.bits for stage in below)
+        if any(map(residency.shares, (stage.tier for stage in below))):
+            self.sharers.append(member)
 
     def end(self, bits: int) -> Ended:
         """The stages with any of these bits. Remembered, as the same sets of endpoints share prefixes again and again:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from indexer.frames import Message
 from indexer.residency import Residency
 from indexer.sequence import SequenceTracker
+from indexer.wire import SnapshotPart
 
 ATTEMPTS = 3
-"""Looks in a row that find nothing new: then the recovery has failed."""
+"""Questions in a row in vain: then the recovery has failed. Before the last one a rebuild turns from snapshots, if they
+do not come whole, to the publisher's memory."""
 HELD_BATCHES = 4096
 HELD_BYTES = 32 * 2**20
 
@@ -24,10 +26,11 @@ class Copy:
         self.residency = residency
         self.numbers = SequenceTracker()
         self.last_payload = b""
+        """Of the last number; b"" = not known, as after a snapshot."""
 
     def forget(self, before: int) -> None:
         """Everything learned from batches with lower numbers."""
-        self.residency.clear()
+        self.residency.forget()
         self.numbers.skip_to(before)
 
 
@@ -39,11 +42,11 @@ class Recovery:
     held: deque[Message] = field(default_factory=deque)
     held_bytes: int = 0
     begun: bool = False
-    """The first replayed batch has come."""
-    progress: int = 0
-    """Batches since the last look."""
+    """`copy` has something to go on from: the first replayed batch, or a whole snapshot."""
+    moving: bool = False
+    """Something of use has come since the last look."""
     stalls: int = 0
-    """Looks in a row without progress."""
+    """Questions in a row that brought nothing to go on from."""
 
     def hold(self, message: Message) -> bool:
         """False if there is no room."""
@@ -51,10 +54,18 @@ class Recovery:
         self.held_bytes += len(message.payload)
         return len(self.held) <= HELD_BATCHES and self.held_bytes <= HELD_BYTES
 
+    def moved(self) -> bool:
+        """A look: has anything come since the last one?"""
+        moved, self.moving = self.moving, False
+        return moved
+
+    def advanced(self) -> None:
+        """Whatever happens now, it goes on from here."""
+        self.moving, self.stalls = True, 0
+
     def stalled(self) -> bool:
-        """A look at the progress: True when there was none too often."""
-        self.stalls = 0 if self.progress else self.stalls + 1
-        self.progress = 0
+        """Another question is needed: True when there were too many in vain."""
+        self.stalls += 1
         return self.stalls >= ATTEMPTS
 
 
@@ -72,4 +83,44 @@ class Repair(Recovery):
 
 @dataclass(slots=True)
 class Rebuild(Recovery):
-    """Of a new copy, from the publisher's first batch on."""
+    """Of a new copy: from a snapshot where the publisher gives one, else from the first batch that it remembers."""
+
+    snapshot: Parts | None = None
+    """What has come of the snapshot that was asked for; None once it is whole, or if none is wanted."""
+
+    @property
+    def used(self) -> bool:
+        """Something is in `copy`."""
+        return self.begun or (self.snapshot is not None and self.snapshot.taken > 0)
+
+    def begin(self, last: int) -> None:
+        """A whole snapshot is in `copy`: everything up to batch `last`."""
+        self.snapshot = None
+        self.copy.numbers.accept_all(last)
+        self.begun = True
+        self.advanced()
+
+    def start_over(self, copy: Copy, *, snapshot: bool) -> None:
+        self.copy = copy
+        self.snapshot = Parts() if snapshot and self.stalls < ATTEMPTS - 1 else None
+
+
+@dataclass(slots=True)
+class Parts:
+    """Those of a snapshot that have come. They come in order, and all of one picture have one number."""
+
+    seq: int = -1
+    """Number of the last batch that the snapshot reflects."""
+    taken: int = 0
+    wanted: int = 0
+
+    def take(self, seq: int, part: SnapshotPart) -> bool:
+        """False if it is not the next one of this snapshot."""
+        if not self.taken:
+            self.seq, self.wanted = seq, part.parts
+        self.taken += 1
+        return (seq, part.part, part.parts) == (self.seq, self.taken, self.wanted)
+
+    @property
+    def whole(self) -> bool:
+        return self.taken == self.wanted

@@ -19,8 +19,9 @@ from indexer.hashes import HashKeys
 from indexer.keys import block_key, chain, root_key
 from indexer.lane import Lane
 from indexer.parking import Parking
+from indexer.pool import Pool
 from indexer.vllm_hash import is_unsalted_first_block
-from indexer.wire import BlockRemoved, BlocksCleared, BlockStored, Event
+from indexer.wire import BlockRemoved, BlocksCleared, BlockStored, Event, Notes
 
 if TYPE_CHECKING:
     from indexer.index import PrefixIndex
@@ -31,6 +32,8 @@ PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attentio
 MAX_GROUPS = 32
 MAX_SCOPES = 64
 """Kinds of events whose lane is remembered."""
+MAX_HELD = 1 << 22
+"""Blocks a lane. Some stores never say what they evict: then everything they said before is forgotten."""
 
 
 class Residency:
@@ -48,12 +51,17 @@ class Residency:
         """Events not indexed, by reason: a small fixed set."""
         self._index = index
         self._lanes: dict[tuple[str, int], Lane] = {}
+        """Its own, by tier and KV-cache group."""
+        self._pools: dict[str, Pool] = {}
+        """By tier, where it shares one."""
         self._groups: dict[int, bool] = {}
         """KV-cache group → is it indexed?"""
         self._admitted: dict[tuple[str, int | None, str, str, int], Lane] = {}
         """What decides whether an event is indexed → its lane, for those that are."""
         self._parking = Parking()
-        self._block_size = 0
+        self.own_block_size = 0
+        """As its own events say; 0 = they have not."""
+        self._sized_by_hbm = False
         self._told_chunk = 0
         self._learned_chunk = 0
         self._closed = False
@@ -79,14 +87,18 @@ class Residency:
     def model(self, model: str) -> None:
         if model != self._model:
             self.clear()
-            former = self._model
+            former, stores = self._model, {tier: pool.name for tier, pool in self._pools.items()}
+            for tier in stores:
+                self.share(tier, None)
             self._bind(model)
+            for tier, name in stores.items():
+                self.share(tier, name)
             self._index.release_hashes(former)
 
     @property
     def block_size(self) -> int:
-        """Tokens a block; learned from the events; 0 = unknown."""
-        return self._block_size
+        """Tokens a block; learned from the events, else from those of who shares a store with it; 0 = unknown."""
+        return self.own_block_size or max((pool.block_size for pool in self._pools.values()), default=0)
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -98,6 +110,35 @@ class Residency:
         if blocks != self._told_chunk:
             self._told_chunk = blocks
             self._index.changed()
+
+    def told(self, notes: Notes) -> None:
+        """What the publisher says of its tiers, before the events of the same batch."""
+        tiers = notes.tiers
+        if tiers is None:
+            return
+        if tiers.cpu is not None:
+            self.blocks_per_chunk = tiers.cpu.chunk
+            self.share("cpu", tiers.cpu.pool)
+        if tiers.storage is not None:
+            self.share("storage", tiers.storage.pool)
+
+    def share(self, tier: str, pool: str | None) -> None:
+        """From now on the tier, which is below HBM, is a store of all publishers that name the same pool; None = its
+        own again."""
+        joined, pool = self._pools.get(tier), pool or None
+        if self._closed or pool == (joined and joined.name):
+            return
+        if joined is None:
+            self.clear([tier])
+        else:
+            del self._pools[tier]
+            self._index.leave(joined, self)
+        if pool is not None:
+            self._pools[tier] = self._index.join(tier, pool, self)
+        self.lanes_changed()
+
+    def shares(self, tier: str) -> bool:
+        return tier in self._pools
 
     @property
     def root(self) -> int:
@@ -125,11 +166,14 @@ class Residency:
 
     def _tier_lanes(self, tier: str) -> list[Lane]:
         """One a KV-cache group. A block is in the tier if it is in all of them."""
+        pool = self._pools.get(tier)
+        if pool is not None:
+            return list(pool.lanes.values())
         return [lane for (lane_tier, _), lane in self._lanes.items() if lane_tier == tier]
 
     def tiers(self) -> set[str]:
         """In which anything is or was held."""
-        return {tier for tier, _ in self._lanes}
+        return {tier for tier, _ in self._lanes} | {tier for tier, pool in self._pools.items() if pool.lanes}
 
     @property
     def parked(self) -> int:
@@ -161,25 +205,37 @@ class Residency:
                 self.clear(event.tiers)
 
     def clear(self, tiers: Iterable[str] | None = None) -> None:
-        """Forget what is held in these tiers; None = everything, wherever it is."""
+        """Forget what is held in these tiers; None = everything of its own, wherever it is. A store that is shared is
+        emptied only if its tier is named."""
         wanted = None if tiers is None else set(tiers)
         gone = {name: lane for name, lane in self._lanes.items() if wanted is None or name[0] in wanted}
         for name, lane in gone.items():
             del self._lanes[name]
             self._index.close_lane(lane)
-        self._admitted.clear()
+        self.lanes_changed()
         if wanted is None:
             self._parking.clear()
             self.own_hashes = HashKeys(self._is_held)
             self._learned_chunk = 0
         elif gone and self._parking:
             self._parking.forget(gone.values())
+        for tier in self._pools.keys() & (wanted or ()):
+            self._pools[tier].clear()
+
+    def forget(self) -> None:
+        """Messages were lost, which may have told of removals: nothing is certain any more, of shared stores either."""
+        self.clear()
+        for pool in self._pools.values():
+            pool.clear()
 
     def close(self) -> None:
         """The endpoint is gone: forget everything. Events that still arrive are ignored."""
         if not self._closed:
             self.clear()
             self._closed = True
+            for pool in self._pools.values():
+                self._index.leave(pool, self)
+            self._pools.clear()
             self._index.forget(self)
 
     def _store(self, event: BlockStored) -> None:
@@ -194,8 +250,11 @@ class Residency:
             keys = chain(event.tokens, event.block_size, parent, event.extras)
             masks = lane.add_chain(keys, count_copies=not event.repeats)
             self._learn(event.hashes, keys, masks)
-        if self._parking:
+        if self._parking or (self._pools and any(pool.parking for pool in self._pools.values())):
             self._settle(event.hashes)
+        if lane.held > MAX_HELD:
+            self.skipped["too_many_blocks"] += 1
+            self.clear([event.tier])
 
     def _store_by_hash(self, event: BlockStored, lane: Lane) -> None:
         """For events that do not say all: trust what is known of a hash, derive the rest, keep the remainder aside."""
@@ -235,37 +294,45 @@ class Residency:
         return self._index.root(event.lora_name) if event.lora_name else self._root
 
     def _park(self, event: BlockStored, lane: Lane, keys: Sequence[int | None]) -> None:
+        parking = self._parking_of(event.tier)
         for block_hash, key in zip(event.hashes, keys, strict=True):
             if key is None:
-                self._parking.claim(block_hash, lane)
+                parking.claim(block_hash, lane)
         if event.tokens and None in keys:
-            self._parking.wait_for(event.hashes[0] if event.parent is None else event.parent, event)
+            parking.wait_for(event.hashes[0] if event.parent is None else event.parent, event)
 
     def _settle(self, hashes: Iterable[int]) -> None:
         """Index what waited for these hashes, and what waited for that."""
         queue = list(hashes)
+        parkings = [self._parking, *(pool.parking for pool in self._pools.values())]
         while queue:
             block_hash = queue.pop()
             key = self._key(block_hash)
             if key is None:
                 continue
-            lanes, events = self._parking.learned(block_hash)
-            for lane in lanes:  # once for each copy
-                lane.add(key)
-            for event in events:
-                self._derive(event, self._keys(event.hashes))
-                queue.extend(event.hashes)
-                self._release(event.hashes)  # in case nobody holds them by now
+            for lanes, events in [parking.learned(block_hash) for parking in parkings]:
+                for lane in lanes:  # once for each copy
+                    lane.add(key)
+                for event in events:
+                    self._derive(event, self._keys(event.hashes))
+                    queue.extend(event.hashes)
+                    self._release(event.hashes)  # in case nobody holds them by now
+
+    def _parking_of(self, tier: str) -> Parking:
+        pool = self._pools.get(tier)
+        return self._parking if pool is None else pool.parking
 
     def _remove(self, event: BlockRemoved) -> None:
-        lane = self._lanes.get((event.tier, event.group or 0))
+        pool, group = self._pools.get(event.tier), event.group or 0
+        lane = self._lanes.get((event.tier, group)) if pool is None else pool.lanes.get(group)
         if lane is None:
             self.skipped_removals += 1
             return
         self.removed_blocks += len(event.hashes)
         hashes, copies = event.hashes, lane.dropped_copies
-        if self._parking:
-            hashes = [block_hash for block_hash in hashes if not self._parking.unclaim(block_hash, lane)]
+        parking = self._parking_of(event.tier)
+        if parking:
+            hashes = [block_hash for block_hash in hashes if not parking.unclaim(block_hash, lane)]
         own = self.own_hashes.keys
         self._release(
             [
@@ -289,7 +356,7 @@ class Residency:
             lane = self._examine(event)
             if lane is not None and len(self._admitted) < MAX_SCOPES:
                 self._admitted[scope] = lane
-        if event.tokens and event.extras is None and event.tier != "gpu":
+        if lane is not None and event.tokens and event.extras is None and event.tier != "gpu":
             self._learn_chunk(len(event.hashes))
         return lane
 
@@ -299,7 +366,7 @@ class Residency:
         lane = None
         if not problem:
             if event.tokens:
-                self._learn_block_size(event.block_size)
+                self._learn_block_size(event)
             lane = self._lane(event.tier, event.group or 0)
         if lane is None:
             self.skipped[problem or "too_many_tiers"] += 1
@@ -312,9 +379,15 @@ class Residency:
             return "unknown_group" if indexed is None else "not_a_prefix_cache"
         if event.lora_name and self._index.root(event.lora_name) is None:
             return "too_many_models"
-        if event.tokens and event.block_size != self._block_size and any(lane.held for lane in self._lanes.values()):
+        if event.tokens and event.block_size != self.own_block_size and not self._may_resize(event.tier):
             return "other_block_size"
         return ""
+
+    def _may_resize(self, tier: str) -> bool:
+        """The block size is HBM's to say; some stores below it announce blocks of their own size."""
+        if tier == "gpu":
+            return not any(lane.held for lane in self._tier_lanes("gpu"))
+        return not self._sized_by_hbm and not any(lane.held for lane in self._lanes.values())
 
     def _is_prefix_cache(self, event: BlockStored) -> bool | None:
         """None if the event names a group whose kind no event has told yet."""
@@ -328,16 +401,24 @@ class Residency:
         return self._groups.get(event.group)
 
     def _lane(self, tier: str, group: int) -> Lane | None:
+        pool = self._pools.get(tier)
+        if pool is not None:
+            return pool.lane(group)
         lane = self._lanes.get((tier, group)) or self._index.open_lane(tier)
         if lane is not None:
             self._lanes[tier, group] = lane
         return lane
 
-    def _learn_block_size(self, block_size: int) -> None:
-        if block_size != self._block_size:
-            self._block_size = block_size
-            self._admitted.clear()
+    def lanes_changed(self) -> None:
+        """Which events belong where has to be found out anew."""
+        self._admitted.clear()
+
+    def _learn_block_size(self, event: BlockStored) -> None:
+        if event.block_size != self.own_block_size:
+            self.clear([tier for (tier, _), lane in self._lanes.items() if lane.held])  # in blocks of another size
+            self.own_block_size = event.block_size
             self._index.changed()
+        self._sized_by_hbm = self._sized_by_hbm or event.tier == "gpu"
 
     def _learn_chunk(self, blocks: int) -> None:
         # Offloading announces one chunk an event. Publishers of other CPU tiers announce any number of blocks, of which
@@ -383,7 +464,7 @@ class Residency:
 
     def _is_held(self, key: int) -> bool:
         mask = self._index.masks.get(key, 0)
-        return any(mask & lane.bit for lane in self._lanes.values())
+        return any(mask & lane.bit for tier in self.tiers() for lane in self._tier_lanes(tier))
 
 
 def _says_all(event: BlockStored) -> bool:

@@ -1,8 +1,8 @@
 """Sequence numbers of one publisher's batches: what a number means, given those before it.
 
-A publisher numbers its batches from 0, one by one, and starts again at 0 when its process does; there is no instance
-id. So a number that goes back is a new life of the publisher, and one that skips is a loss. Numbers only: what is to be
-done about a loss is stream.py's affair.
+A publisher numbers its batches from 0, one by one, and starts again at 0 when its process does. So a number that goes
+back is a new life of the publisher, and one that skips is a loss. Numbers only: what is to be done about a loss, and
+what publishers that name their instance make certain, is stream.py's affair.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ class SequenceTracker:
             self.since = seq
         self.last = seq
 
-    def begin(self, seq: int) -> None:
-        """A new life of the publisher, first heard at `seq`, which is the next to be accounted for."""
-        self.skip_to(seq)
-        self._heard = seq
+    def accept_all(self, last: int) -> None:
+        """Everything from 0 to `last` is accounted for, by other means than the batches."""
+        self.since, self.last = 0, last
 
     def skip_to(self, seq: int) -> None:
         """Nothing before `seq` counts any more; it is the next to be accounted for. 0 = nothing was missed."""

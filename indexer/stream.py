@@ -7,12 +7,14 @@ publisher's replay socket, hanging up, and an alarm clock. The rules, in the ord
   restart forgets likewise; a batch that cannot be read counts as lost.
 - Live batches never wait for a dead replay socket. A *repair* (the few batches of a gap) holds them back for a moment,
   since a removal must not overtake its store; when the moment has passed, the gap counts as lost and they flow.
-  A *rebuild* (all that the publisher remembers) is made beside the visible copy and takes its place when it has caught
-  up, so it holds nothing back and is never seen half done.
-- A repair starts at the last batch we have, not after it: if the publisher remembers another batch under that number,
-  it is a new life whose numbers have already passed the old ones.
-
-What is known beyond the stream (load, capacity) is not used here.
+  A *rebuild* is made beside the visible copy and takes its place when it has caught up, so it holds nothing back and is
+  never seen half done. It begins with a snapshot of what the publisher holds; a publisher that gives none is asked for
+  all the batches that it remembers. Either way it goes on like a repair.
+- A new life of the publisher is certain where batches name the instance they come from. Where they do not, numbers that
+  go back tell, and a repair starts at the last batch we have, not after it: if the publisher remembers another batch
+  under that number, it is a new life whose numbers have already passed the old ones.
+- Silence says nothing only of a publisher that promised no heartbeats. Where they do not come, the picture is unsure;
+  and until the first has come over a new connection, what is published may be passing us by.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from indexer.frames import Message, ReplayEnd, live_message, replay_message
-from indexer.recovery import Copy, Rebuild, Repair
+from indexer.frames import SNAPSHOT, Message, ReplayEnd, live_message, replay_message
+from indexer.recovery import Copy, Parts, Rebuild, Repair
 from indexer.residency import Residency
-from indexer.sequence import Gap, Verdict
-from indexer.wire import BadPayload, decode_batch, parse_topic
+from indexer.sequence import Gap, SequenceTracker, Verdict
+from indexer.told import Told
+from indexer.wire import BadPayload, Batch, decode_batch, parse_topic
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ REPAIR_PATIENCE = 0.5
 REPAIR_ALARMS = 4
 """Patiences after which a repair is given up even though it moves: live batches wait for it."""
 REBUILD_PATIENCE = 2.0
-"""Seconds without a batch after which a rebuild asks again."""
+"""Seconds without an answer after which a rebuild asks again."""
 RETRY_AFTER = 30.0
 """Seconds from a failed rebuild to the next."""
 
@@ -57,8 +60,8 @@ class Rim(Protocol):
     """The outside of a stream."""
 
     def ask(self, start: int, *, urgent: bool) -> None:
-        """Ask the replay socket for the batches from `start` on, on a fresh connection, and call `Stream.asked` once
-        that is done: at once if `urgent`, else when it is this stream's turn."""
+        """Ask the replay socket for the batches from `start` on (or for a `SNAPSHOT`), on a fresh connection, and call
+        `Stream.asked` once that is done: at once if `urgent`, else when it is this stream's turn."""
 
     def hang_up(self) -> None:
         """Nothing more is wanted of the replay socket."""
@@ -77,7 +80,7 @@ class Counters:
     unreadable: int = 0
     """Batches whose payload could not be read as a whole."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Events that could not be read, by reason."""
+    """Events and notes that could not be read, by reason."""
     not_indexed: Counter[str] = field(default_factory=Counter)
     """Events that former residencies did not index, by reason."""
     former: Counter[str] = field(default_factory=Counter)
@@ -94,6 +97,10 @@ class Counters:
     replays_failed: int = 0
     truncated: int = 0
     """Replays that began later than asked."""
+    snapshots: int = 0
+    """Taken whole."""
+    snapshots_failed: int = 0
+    """Asked for and not come whole in time. A publisher that has none to give is not counted."""
     reconnections: int = 0
 
 
@@ -120,6 +127,15 @@ class Stream:
         """Reconnected, and not yet known to be talking to the same life of the publisher."""
         self._history_due = False
         self._rebuild_failed = False
+        self._snapshots = True
+        """May the publisher give snapshots? Until it has answered that it does not."""
+        self.instance: str | None = None
+        """Id of the engine process all copies are pictures of. "" = it does not name itself; None = nothing heard."""
+        self._former_instance: str | None = None
+        self.told = Told()
+        self._silent = False
+        """Heartbeats were promised and do not come."""
+        self._connected_at = 0.0
         self.counters = Counters()
         self.state = State.SYNCING
         self.reason = "connecting"
@@ -141,7 +157,10 @@ class Stream:
     def connected(self) -> None:
         self.is_connected, again = True, self._was_connected
         self._was_connected = True
+        self._connected_at = self._clock()
+        self._silent = False
         self.counters.reconnections += again
+        self._snapshots = True
         self._end_recovery()
         if self._copy.numbers.since is None:
             self._rebuild()
@@ -173,18 +192,23 @@ class Stream:
         self.heard_at = self._clock()
         if message.topic != self._topic:
             self._rename(message.topic)
-        verdict = self._copy.numbers.receive(message.seq)
-        if verdict is Verdict.APPLY and self._recovery is None:
-            self._apply(self._copy, message)
+        batch = self._read(message)
+        if isinstance(batch, Batch) and self._is_of_another_life(batch):
+            self._restarted(message, batch.instance)
         else:
-            self._unusual(verdict, message)
-        self._doubtful = False
+            self._receive(message, batch)
+        if isinstance(batch, Batch) and batch.notes is not None:
+            self.told.hear(batch.notes, self.heard_at)
+        self._doubtful = self._silent = False
         if self.state is not State.LIVE or self._copy.numbers.since != 0 or self._recovery is not None:
             self._settle()
 
-    def _unusual(self, verdict: Verdict | Gap, message: Message) -> None:
-        if verdict is Verdict.RESTART:
-            self._restarted(message)
+    def _receive(self, message: Message, batch: Batch | Exception) -> None:
+        verdict = self._copy.numbers.receive(message.seq)
+        if verdict is Verdict.APPLY and self._recovery is None:
+            self._apply(self._copy, message, batch)
+        elif verdict is Verdict.RESTART:
+            self._restarted(message, self.instance)
         elif verdict is Verdict.DUPLICATE:
             self.counters.duplicates += 1
         elif isinstance(self._recovery, Repair):
@@ -212,52 +236,98 @@ class Stream:
         if not recovery.hold(message):
             self._failed(recovery, "too many batches came in meanwhile")
 
-    def _restarted(self, message: Message) -> None:
+    # -- the publisher's lives --------------------------------------------------------------------------------------
+
+    def _is_of_another_life(self, batch: Batch) -> bool:
+        """Than what we hold. The first batch of all says whose picture this will be."""
+        if batch.instance == self.instance:
+            return False
+        if self.instance is not None:
+            return True
+        self.instance = batch.instance
+        # one with an id may have answered that it has no snapshot only because it had published nothing yet
+        self._snapshots = self._snapshots or bool(batch.instance)
+        return False
+
+    def _restarted(self, message: Message, instance: str | None) -> None:
+        self._begin_life(instance, f"the engine restarted; its batches before {message.seq} are unknown")
+        self._copy.numbers.receive(message.seq)
+        self._apply(self._copy, message)
+        if not self._copy.numbers.complete:
+            self._rebuild_in_time()
+
+    def _begin_life(self, instance: str | None, why: str) -> None:
         self.counters.restarts += 1
         self._end_recovery()
         self._copy.residency.clear()
-        self._why_unsure = f"the engine restarted; its batches before {message.seq} are unknown"
-        self._copy.numbers.begin(message.seq)
-        self._apply(self._copy, message)
-        if not self._copy.numbers.complete:
-            self._rebuild()
+        self._copy.numbers = SequenceTracker()
+        self._why_unsure = why
+        self.told = Told()
+        self._snapshots = True
+        # two processes that answer in turn (say, a replay address of another engine) are not asked at every turn
+        self._rebuild_failed = bool(instance) and instance == self._former_instance
+        self._former_instance, self.instance = self.instance, instance
 
     def _rename(self, topic: bytes) -> None:
         """The model's name is part of every key, so what was learned under another name is void."""
         self._topic = topic
         self._model = _model(topic)
+        rebuilding = self._recovery
+        if isinstance(rebuilding, Rebuild) and rebuilding.used and rebuilding.copy.residency.model != self._model:
+            self._end_recovery()
         if self._copy.residency.model != self._model:
             self._copy.residency.model = self._model
             if self.last_seq >= 0:
                 self._lose("the topic names another model than before")
-        rebuilding = self._recovery
-        if isinstance(rebuilding, Rebuild) and rebuilding.begun and rebuilding.copy.residency.model != self._model:
-            self._end_recovery()
+        elif rebuilding is self._recovery:
+            return
         if self._recovery is None and not self._copy.numbers.complete and self.is_connected:
             self._rebuild()
 
     # -- into a copy ------------------------------------------------------------------------------------------------
 
-    def _apply(self, copy: Copy, message: Message) -> None:
+    def _read(self, message: Message) -> Batch | Exception:
+        try:
+            return decode_batch(message.payload)
+        except BadPayload as error:
+            return error
+        except Exception as error:
+            self._log_fault("read")
+            return error
+
+    def _apply(self, copy: Copy, message: Message, batch: Batch | Exception | None = None) -> None:
+        """`batch`: the message's, if it has been read already."""
         copy.numbers.accept(message.seq)
         copy.last_payload = message.payload
+        if batch is None:
+            batch = self._read(message)
+        problem = self._put(copy, batch) if isinstance(batch, Batch) else batch
+        if problem is not None:
+            self._unreadable(copy, message, problem)
+
+    def _put(self, copy: Copy, batch: Batch) -> Exception | None:
+        """The batch's events into the copy; the error if that fails."""
         try:
-            batch = decode_batch(message.payload)
+            if batch.notes is not None:
+                copy.residency.told(batch.notes)
             copy.residency.apply(batch)
-        except BadPayload as error:
-            self._unreadable(copy, message, error)
         except Exception as error:
-            # a fault of ours: what it left behind must not be trusted, and the other publishers must not notice
-            logger.exception("a batch of events could not be applied", extra={"publisher": copy.residency.name})
-            self._unreadable(copy, message, error)
-        else:
-            if batch.skipped:
-                self.counters.skipped.update(skipped.reason for skipped in batch.skipped)
+            self._log_fault("applied")
+            return error
+        if batch.skipped:
+            self.counters.skipped.update(skipped.reason for skipped in batch.skipped)
+        return None
+
+    def _log_fault(self, what: str) -> None:
+        # a fault of ours: what it left behind must not be trusted, and the other publishers must not notice
+        logger.exception("a batch of events could not be %s", what, extra={"publisher": self._copy.residency.name})
 
     def _unreadable(self, copy: Copy, message: Message, error: Exception) -> None:
         self.counters.unreadable += 1
         copy.forget(message.seq + 1)
         self._why_unsure = f"batch {message.seq} cannot be read: {error}"
+        if self._recovery is None:
+            self._rebuild_later()
 
     def _apply_after_loss(self, message: Message) -> None:
         verdict = self._copy.numbers.replayed(message.seq)
@@ -283,8 +353,26 @@ class Stream:
     def _rebuild(self) -> None:
         if self._replayable:
             self._history_due = True
-            self._recovery = Rebuild(Copy(self._publisher()))
-            self._ask(0, urgent=False)
+            self._recovery = Rebuild(Copy(self._publisher()), snapshot=Parts() if self._snapshots else None)
+            self._ask_for(self._recovery, urgent=False)
+
+    def _rebuild_in_time(self) -> None:
+        if self._rebuild_failed:
+            self._rim.alarm(RETRY_AFTER)
+        else:
+            self._rebuild()
+
+    def _rebuild_later(self) -> None:
+        """Where what a publisher remembers does not suffice, a snapshot still may."""
+        if self._replayable and self._snapshots and not self._copy.numbers.complete:
+            self._rebuild_failed = True
+            self._rim.alarm(RETRY_AFTER)
+
+    def _ask_for(self, rebuild: Rebuild, *, urgent: bool) -> None:
+        if rebuild.snapshot is not None:
+            self._ask(SNAPSHOT, urgent=urgent)
+        else:
+            self._ask(rebuild.copy.numbers.last + 1 if rebuild.begun else 0, urgent=urgent)
 
     def _ask(self, start: int, *, urgent: bool) -> None:
         self.counters.replays += 1
@@ -304,9 +392,50 @@ class Stream:
             self.counters.malformed += 1
         elif isinstance(message, ReplayEnd):
             self._replay_ended(recovery)
-        elif recovery.begun or self._begins(recovery, message):
-            self._replayed(recovery, message)
+        else:
+            self._answered(recovery, message)
         self._settle()
+
+    def _answered(self, recovery: Repair | Rebuild, message: Message) -> None:
+        batch = self._read(message)
+        if isinstance(batch, Batch) and self._is_of_another_life(batch):
+            self._begin_life(batch.instance, "the engine restarted unnoticed")
+            self._rebuild_in_time()
+        elif isinstance(recovery, Rebuild) and recovery.snapshot is not None:
+            self._part(recovery, recovery.snapshot, message, batch)
+        elif isinstance(batch, Batch) and batch.part is not None:
+            self.counters.malformed += 1  # of a snapshot that nobody asked for
+        elif recovery.begun or self._begins(recovery, message):
+            self._replayed(recovery, message, batch)
+
+    # -- a snapshot -------------------------------------------------------------------------------------------------
+
+    def _part(self, rebuild: Rebuild, parts: Parts, message: Message, batch: Batch | Exception) -> None:
+        notes = batch.notes if isinstance(batch, Batch) else None
+        if not isinstance(batch, Batch) or notes is None or notes.snapshot is None:
+            self._no_part(rebuild, parts)
+            return
+        if not parts.taken:
+            rebuild.copy.residency.model = self._model_of(message)
+        if not parts.take(message.seq, notes.snapshot) or self._put(rebuild.copy, batch) is not None:
+            self._ask_again(rebuild)
+            return
+        self.told.hear(notes, self._clock())
+        rebuild.moving = True
+        if parts.whole:
+            self.counters.snapshots += 1
+            rebuild.begin(message.seq)
+
+    def _no_part(self, rebuild: Rebuild, parts: Parts) -> None:
+        """Something else has come: instead of a snapshot, or in the middle of it."""
+        if parts.taken:
+            self._ask_again(rebuild)
+        else:
+            self._snapshots = False
+            rebuild.snapshot = None
+            self._ask_for(rebuild, urgent=True)
+
+    # -- batches replayed -------------------------------------------------------------------------------------------
 
     def _begins(self, recovery: Repair | Rebuild, message: Message) -> bool:
         """May the first replayed batch go into the copy?"""
@@ -314,15 +443,15 @@ class Stream:
             return self._rebuild_begins(recovery, message)
         if message.seq < recovery.first:
             return False
-        if message.seq == self.last_seq and message.payload != recovery.copy.last_payload:
+        last_payload = recovery.copy.last_payload
+        if message.seq == self.last_seq and last_payload and message.payload != last_payload:
             self.counters.restarts += 1
             self._failed(recovery, "the engine restarted unnoticed")
             return False
         if message.seq > recovery.first:
             self.counters.truncated += 1
-            self.counters.lost += 1
-            self._why_unsure = f"the publisher remembers nothing before batch {message.seq}"
-            recovery.copy.forget(message.seq)
+            self._failed(recovery, f"the publisher remembers nothing before batch {message.seq}")
+            return False
         recovery.begun = True
         return True
 
@@ -332,22 +461,22 @@ class Stream:
             self.counters.truncated += 1
             self._why_unsure = f"the publisher remembers nothing before batch {message.seq}"
         if known is not None and known <= message.seq:
-            self._history_learned()
             self._end_recovery()
+            self._history_learned()
             return False
-        recovery.copy.residency.model = _model(message.topic) if message.topic else self._model
+        recovery.copy.residency.model = self._model_of(message)
         recovery.begun = True
         return True
 
-    def _replayed(self, recovery: Repair | Rebuild, message: Message) -> None:
+    def _replayed(self, recovery: Repair | Rebuild, message: Message, batch: Batch | Exception) -> None:
         verdict = recovery.copy.numbers.replayed(message.seq)
         if isinstance(verdict, Gap):
             self._ask_again(recovery)
             return
         if verdict is Verdict.APPLY:
             self.counters.replayed += 1
-            recovery.progress += 1
-            self._apply(recovery.copy, message)
+            recovery.advanced()
+            self._apply(recovery.copy, message, batch)
         self._catch_up(recovery)
 
     def _catch_up(self, recovery: Repair | Rebuild) -> None:
@@ -367,11 +496,13 @@ class Stream:
             self._all_replayed(recovery)
         elif isinstance(recovery, Repair):
             self._failed(recovery, "the publisher does not remember the last batch we had")
-        else:
-            self._history_learned()
+        elif recovery.snapshot is None:
             self._end_recovery()
             if self._copy.numbers.empty:
                 self._copy.numbers.skip_to(0)
+            self._history_learned()
+        else:
+            self._no_part(recovery, recovery.snapshot)
 
     def _all_replayed(self, recovery: Repair | Rebuild) -> None:
         if not recovery.held:
@@ -382,36 +513,42 @@ class Stream:
             self._ask_again(recovery)
 
     def _ask_again(self, recovery: Repair | Rebuild) -> None:
-        """From where it stopped."""
+        """From where it stopped. In a snapshot there is no such place."""
+        if isinstance(recovery, Rebuild) and recovery.snapshot is not None:
+            self.counters.snapshots_failed += 1
         if recovery.stalled():
             self._failed(recovery, "the replay is incomplete")
-            return
-        start = recovery.copy.numbers.last + 1 if recovery.begun else 0
-        self._ask(start, urgent=True)
+        elif isinstance(recovery, Repair):
+            self._ask(recovery.copy.numbers.last + 1, urgent=True)
+        else:
+            if not recovery.begun:
+                recovery.copy.residency.close()
+                recovery.start_over(Copy(self._publisher()), snapshot=self._snapshots)
+            self._ask_for(recovery, urgent=True)
 
     def _recovered(self, recovery: Repair | Rebuild) -> None:
         self._end_recovery(keep=recovery.copy)
         self._doubtful = False
         if isinstance(recovery, Rebuild):
+            self._replace_by(recovery.copy)
             self._history_learned()
-            old, self._copy = self._copy, recovery.copy
-            self.residency = self._copy.residency
-            self._copy.numbers.succeed(old.numbers)
-            self.counters.not_indexed.update(old.residency.skipped)
-            self.counters.former.update(old.residency.counted())
-            old.residency.close()
         elif self._history_due and not self._copy.numbers.complete:
             self._rebuild_in_time()
-
-    def _rebuild_in_time(self) -> None:
-        if self._rebuild_failed:
-            self._rim.alarm(RETRY_AFTER)
         else:
-            self._rebuild()
+            self._rebuild_later()
+
+    def _replace_by(self, rebuilt: Copy) -> None:
+        old, self._copy = self._copy, rebuilt
+        self.residency = rebuilt.residency
+        rebuilt.numbers.succeed(old.numbers)
+        self.counters.not_indexed.update(old.residency.skipped)
+        self.counters.former.update(old.residency.counted())
+        old.residency.close()
 
     def _history_learned(self) -> None:
-        """All of it that the publisher still remembers."""
+        """All of it that the publisher tells."""
         self._history_due = self._rebuild_failed = False
+        self._rebuild_later()
 
     def _failed(self, recovery: Repair | Rebuild, why: str) -> None:
         self.counters.replays_failed += 1
@@ -442,8 +579,7 @@ class Stream:
                 self._rebuild()
         elif isinstance(recovery, Repair):
             self._repair_alarm(recovery)
-        elif recovery.progress:
-            recovery.stalled()
+        elif recovery.moved():
             self._rim.alarm(REBUILD_PATIENCE)
         else:
             self._ask_again(recovery)
@@ -457,6 +593,14 @@ class Stream:
             self._rim.alarm(REPAIR_PATIENCE)
 
     # -- how sure we are --------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """To be called several times a second: notices silence."""
+        if self.is_connected and not self._silent:
+            quiet = self._clock() - max(self.heard_at, self._connected_at)
+            if self.told.is_overdue(quiet):
+                self._silent = True
+                self._settle()
 
     def _settle(self) -> None:
         state, reason = self._judge()
@@ -474,13 +618,21 @@ class Stream:
         # the tenth try of a replay socket that never answered is no longer "syncing"
         if self._recovery is not None and (self._recovery.begun or not self._rebuild_failed):
             return State.SYNCING, "learning from the publisher's memory"
+        if self._silent:
+            return State.UNSURE, "silent"
         if self._doubtful:
             return State.UNSURE, "reconnected; nothing heard since"
         if numbers.complete:
+            if self.told.heartbeat and self.heard_at < self._connected_at:
+                return State.SYNCING, "waiting for the first heartbeat"
             return State.LIVE, ""
         if numbers.since is None:
             return State.UNSURE, "nothing heard yet"
         return State.UNSURE, self._why_unsure or f"joined at batch {numbers.since}"
+
+    def _model_of(self, message: Message) -> str:
+        """Of a replayed message, whose topic may have been left out."""
+        return _model(message.topic) if message.topic else self._model
 
 
 def _model(topic: bytes) -> str:

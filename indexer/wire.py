@@ -33,8 +33,10 @@ _TIERS = {
     "STORAGE": "storage",
     "cpu_pinned": "cpu",
     "cpu_tier1": "cpu",
-    "cpu_tier2": "cpu",
+    "cpu_tier2": "storage",
     "disk": "storage",
+    "local_disk": "storage",
+    "nvme": "storage",
     "external": "storage",
     "fs": "storage",
     "obj": "storage",
@@ -85,11 +87,66 @@ Event = BlockStored | BlockRemoved | BlocksCleared
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """An event that was left out."""
+    """An event that was left out, or the notes."""
 
     reason: str
-    """`unknown_type`, `bad_field` or `malformed`: fit for a metric label."""
+    """`unknown_type`, `bad_field`, `malformed` or `bad_notes`: fit for a metric label."""
     detail: str
+
+
+# --- what our connector says besides events; this is also its form on the wire
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    waiting: _Count
+    """Requests."""
+    running: _Count
+    kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """HBM blocks of running requests."""
+
+
+class Tier(msgspec.Struct, frozen=True, gc=False):
+    """All in blocks, not chunks."""
+
+    capacity: _Count | None = None
+    """None = unlimited, or not known."""
+    held: _Count | None = None
+    """Unique blocks; None = not known."""
+    chunk: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)] = 1
+    """Blocks an offloaded chunk."""
+    pool: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
+    """The store that holds them, shared by all publishers that name the same; None = the publisher's own."""
+
+
+class Tiers(msgspec.Struct, frozen=True, rename="upper"):
+    """None = nothing said."""
+
+    gpu: Tier | None = None
+    cpu: Tier | None = None
+    storage: Tier | None = None
+
+    def items(self) -> list[tuple[str, Tier]]:
+        """Those of which something is said, by our names for tiers."""
+        named = (("gpu", self.gpu), ("cpu", self.cpu), ("storage", self.storage))
+        return [(name, tier) for name, tier in named if tier is not None]
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, gc=False):
+    part: Annotated[int, msgspec.Meta(ge=1)]
+    parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class Notes(msgspec.Struct, frozen=True):
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Random, one an engine process; "" = not said."""
+    load: Load | None = None
+    tiers: Tiers | None = None
+    heartbeat: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    """The publisher sends at least every so many seconds, even if empty batches; 0 = not said, or no promise."""
+    snapshot: SnapshotPart | None = None
+    """Which part of an answer to a snapshot request this batch is."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -98,10 +155,21 @@ class Batch(msgspec.Struct, frozen=True):
     events: list[Event]
     rank: int | None = None
     """Data-parallel rank, where the engine says it."""
+    notes: Notes | None = None
     skipped: Sequence[Skipped] = ()
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
+
+    @property
+    def instance(self) -> str:
+        """Id of the engine process that sent it; "" = not said."""
+        return "" if self.notes is None else self.notes.instance
+
+    @property
+    def part(self) -> SnapshotPart | None:
+        """Which part of a snapshot it is; None = an ordinary batch."""
+        return None if self.notes is None else self.notes.snapshot
 
 
 # --- what is on the wire; field names and order are the engines'
@@ -111,40 +179,68 @@ _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 _Group = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+class _Metadata(msgspec.Struct, gc=False):
+    """What SGLang's arrays have in the place of `lora_name`, for salted blocks only."""
+
+    cache_salt: _Name | None = None
+
+
+class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    """In the order in which arrays have them. All but the hashes may be missing."""
+
     block_hashes: list[_Hash]
-    parent_block_hash: _Hash | None
-    token_ids: list[int]
-    block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)]
+    parent_block_hash: _Hash | None = None
+    token_ids: list[int | list[int]] | None = None
+    """Pairs where SGLang speculates EAGLE's way: each token with the one that follows it."""
+    block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)] | None = None
     lora_id: int | None = None
     medium: _Name | None = None
-    lora_name: _Name | None = None
+    lora_name: _Name | _Metadata | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: _Group | None = None
     kv_cache_spec_kind: _Name | None = None
     kv_cache_spec_sliding_window: int | None = None
-    session_id: Any = None
 
-    def event(self) -> BlockStored:
-        parent, extra_keys = self.parent_block_hash, self.extra_keys
-        lora_name = self.lora_name or ""
-        extras = None
-        if extra_keys is not None:
-            if len(extra_keys) != len(self.block_hashes):
-                raise ValueError(f"extra_keys has {len(extra_keys)} entries for {len(self.block_hashes)} blocks")
-            extras = _extras(extra_keys, lora_name) if any(extra_keys) else _NO_EXTRAS
+    def _event(self, salt: str | None, session_id: Any) -> BlockStored:
+        lora_name, parent = self.lora_name or "", self.parent_block_hash
+        if isinstance(lora_name, _Metadata):
+            salt = lora_name.cache_salt
+            lora_name = ""
+        if self.lora_id and not lora_name:
+            raise ValueError(f"lora_id {self.lora_id} without lora_name: whose blocks these are is not known")
+        if parent is not None:
+            parent = uint64_hash(parent) or None  # some publishers send 0 for "no parent"
+        extras: Mapping[int, bytes] | None = None
+        if self.extra_keys is not None:
+            extras = self._extras(self.extra_keys, lora_name)
+        elif salt:
+            extras = {0: encode_extras([salt])} if parent is None else _NO_EXTRAS
         return BlockStored(
             _hashes(self.block_hashes),
-            None if parent is None else uint64_hash(parent) or None,  # some publishers send 0 for "no parent"
-            _uint32s(self.token_ids),
-            self.block_size,
+            parent,
+            _uint32s(self.token_ids or []),
+            self.block_size or 0,
             canonical_tier(self.medium),
             lora_name,
             extras,
             self.group_idx,
             self.kv_cache_spec_kind or "",
-            parent is None and self.session_id is not None,
+            parent is None and session_id is not None,
         )
+
+    def _extras(self, extra_keys: list[list[Any] | None], lora_name: str) -> Mapping[int, bytes]:
+        if len(extra_keys) != len(self.block_hashes):
+            raise ValueError(f"extra_keys has {len(extra_keys)} entries for {len(self.block_hashes)} blocks")
+        return _extras(extra_keys, lora_name) if any(extra_keys) else _NO_EXTRAS
+
+
+class _Stored(_StoredFields, tag_field="type", tag="BlockStored", gc=False):
+    session_id: Any = None
+    cache_salt: _Name | None = None
+    """SGLang's, on every block of a salted prompt. Its hashes know the salt too."""
+
+    def event(self) -> BlockStored:
+        return self._event(self.cache_salt, self.session_id)
 
 
 class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -166,8 +262,9 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=Fals
         return BlocksCleared()
 
 
-class _StoredArray(_Stored, array_like=True, tag_field="type", tag="BlockStored", gc=False):
-    pass
+class _StoredArray(_StoredFields, array_like=True, tag_field="type", tag="BlockStored", gc=False):
+    def event(self) -> BlockStored:
+        return self._event(None, None)
 
 
 class _RemovedArray(_Removed, array_like=True, tag_field="type", tag="BlockRemoved", gc=False):
@@ -186,12 +283,20 @@ class _MapBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[_MapEvent]
     data_parallel_rank: int | None = None
+    notes: Notes | None = None
 
 
 class _RawBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
+    notes: msgspec.Raw = msgspec.Raw()
+
+
+class _Identity(msgspec.Struct, gc=False):
+    """Of notes that are of no other use."""
+
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class _NamedBatch(msgspec.Struct, gc=False):
@@ -211,6 +316,8 @@ _decode_named = msgspec.msgpack.Decoder(_NamedBatch).decode
 _decode_map_event = msgspec.msgpack.Decoder(_MapEvent).decode
 _decode_array_event = msgspec.msgpack.Decoder(_ArrayEvent).decode
 _decode_bytes = msgspec.msgpack.Decoder(bytes).decode
+_decode_notes = msgspec.msgpack.Decoder(Notes | None).decode
+_decode_identity = msgspec.msgpack.Decoder(_Identity).decode
 
 _NO_EXTRAS: Mapping[int, bytes] = {}
 _BYTE_ORDER = "@" if sys.byteorder == "little" else "<"  # the native order, where it is the right one, packs faster
@@ -225,7 +332,7 @@ def decode_batch(payload: bytes) -> Batch:
     try:
         batch = _decode_maps(payload)
         events = batch.events if len(batch.events) == 1 else _merge_removals(batch.events)
-        return Batch(batch.ts, [event.event() for event in events], batch.data_parallel_rank)
+        return Batch(batch.ts, [event.event() for event in events], batch.data_parallel_rank, batch.notes)
     except _UNREADABLE:
         return _decode_one_by_one(payload)
 
@@ -250,7 +357,7 @@ def _merge_removals(events: Iterable[_MapEvent]) -> list[_MapEvent]:
 
 def _decode_one_by_one(payload: bytes) -> Batch:
     try:
-        timestamp, raw_events, rank = _open_batch(payload)
+        timestamp, raw_events, rank, raw_notes = _open_batch(payload)
     except _UNREADABLE as error:
         raise BadPayload(f"not an event batch: {error}") from error
     events: list[Event] = []
@@ -260,19 +367,32 @@ def _decode_one_by_one(payload: bytes) -> Batch:
             events.append(_decode_event(bytes(raw)).event())
         except _UNREADABLE as error:
             skipped.append(Skipped(_reason(error), str(error)[:200]))
-    return Batch(timestamp, events, rank, skipped)
+    notes = _read_notes(bytes(raw_notes), skipped) if raw_notes else None
+    return Batch(timestamp, events, rank, notes, skipped)
 
 
-def _open_batch(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
+def _read_notes(raw: bytes, skipped: list[Skipped]) -> Notes | None:
+    """Of malformed ones the instance alone: without it the batch would look like another engine's."""
+    try:
+        return _decode_notes(raw)
+    except _UNREADABLE as error:
+        skipped.append(Skipped("bad_notes", str(error)[:200]))
+    try:
+        return Notes(_decode_identity(raw).instance)
+    except _UNREADABLE:
+        return None
+
+
+def _open_batch(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None, msgspec.Raw]:
     if _is_map(payload):
         named = _decode_named(payload)
         events = named.events if named.events is not None else named.Events
         if events is None:
             raise ValueError("no `events`")
         rank = named.data_parallel_rank if named.data_parallel_rank is not None else named.attn_dp_rank
-        return named.ts or named.TS or 0.0, events, rank
+        return named.ts or named.TS or 0.0, events, rank, msgspec.Raw()
     batch = _decode_raw(payload)
-    return batch.ts, batch.events, batch.data_parallel_rank
+    return batch.ts, batch.events, batch.data_parallel_rank, batch.notes
 
 
 def _decode_event(raw: bytes) -> _MapEvent | _ArrayEvent:
@@ -308,7 +428,9 @@ def _hashes(values: list[_Hash]) -> list[int]:
     return [uint64_hash(value) for value in values]
 
 
-def _uint32s(token_ids: list[int]) -> bytes:
+def _uint32s(token_ids: list[int | list[int]]) -> bytes:
+    if token_ids and isinstance(token_ids[0], list):
+        token_ids = [pair[0] if isinstance(pair, list) and pair else pair for pair in token_ids]
     return struct.pack(f"{_BYTE_ORDER}{len(token_ids)}I", *token_ids)
 
 

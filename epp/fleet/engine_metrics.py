@@ -116,7 +116,8 @@ _OPTIONAL = ("block_size", "num_blocks", "cpu_blocks_per_chunk", "cpu_chunks")
 def read_load(page: bytes, engine: EngineMetrics, last: EngineLoad, rank: int, now: float) -> PageReading:
     """The load a page shows; what it does not show stays as in `last`. Raises `NotAnEngine`.
 
-    Where one process serves several data-parallel ranks, the series whose `engine` label is `rank` counts.
+    Where one process serves several data-parallel ranks, the series whose `engine` label is `rank` counts. If what the
+    engine sent by itself is still fresh, the page only fills in what that lacks.
     """
     text = b"\n" + page
     waiting, running = _find(text, engine.waiting, rank), _find(text, engine.running, rank)
@@ -125,15 +126,20 @@ def read_load(page: bytes, engine: EngineMetrics, last: EngineLoad, rank: int, n
     usage = _find(text, engine.kv_usage, rank)
     if usage is not None and usage > 1:
         usage = None
-    sizes = {field: _find(text, getattr(engine, field), rank) for field in _OPTIONAL}
-    load = replace(
-        last,
-        waiting=int(waiting),
-        running=int(running),
-        kv_usage=last.kv_usage if usage is None else usage,
-        updated_at=now,
-        **{field: int(size) for field, size in sizes.items() if size is not None},
-    )
+    found = {field: _find(text, getattr(engine, field), rank) for field in _OPTIONAL}
+    sizes = {field: int(size) for field, size in found.items() if size is not None}
+    if last.streamed_until > now:
+        load = replace(last, **{field: size for field, size in sizes.items() if not getattr(last, field)})
+    else:
+        load = replace(
+            last,
+            waiting=int(waiting),
+            running=int(running),
+            kv_usage=last.kv_usage if usage is None else usage,
+            updated_at=now,
+            streamed_until=0.0,
+            **sizes,
+        )
     return PageReading(load, ("kv_usage",) if engine.kv_usage and usage is None else ())
 
 

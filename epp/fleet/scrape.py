@@ -1,5 +1,6 @@
 """Asks every engine for its load, gently: one request at a time to each, spread over the interval, bounded in time and
-size. An endpoint that fails keeps its last figures, is asked less and less often, and concerns no other endpoint.
+size. An endpoint that fails keeps its last figures, is asked less and less often, and concerns no other endpoint. One
+that streams its load is asked seldom, for what else the answer tells: that it answers at all.
 
 What a page means is `epp.fleet.engine_metrics`' affair.
 """
@@ -44,7 +45,7 @@ class ScrapeSettings:
     concurrency: int = 32
     """Scrapes under way at any one time, over all endpoints."""
     longest_pause: float = 10.0
-    """Seconds between two attempts at an endpoint that keeps failing."""
+    """Seconds between two attempts at an endpoint that keeps failing, or that streams its load."""
 
     @property
     def timeout(self) -> float:
@@ -165,6 +166,19 @@ class Scraper:
             now = self._clock()
             due = max(due + self._pause(state), now + self.settings.interval / 2)
             await asyncio.sleep(due - now)
+            while self._is_spared(endpoint, state, since=now):
+                due += self.settings.interval
+                await asyncio.sleep(self.settings.interval)
+
+    def _is_spared(self, endpoint: Endpoint, state: ScrapeState, since: float) -> bool:
+        """It streams its load, and was not asked so long ago. When its stream ends, it is asked at once: whether it is
+        still there is what matters then."""
+        now = self._clock()
+        return (
+            now < endpoint.load.streamed_until
+            and now < since + self.settings.longest_pause
+            and not state.refused_in_a_row
+        )
 
     def _pause(self, state: ScrapeState) -> float:
         if state.refused_in_a_row:

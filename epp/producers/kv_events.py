@@ -1,7 +1,8 @@
 """The event-fed index of a process: one `PrefixIndex`, a `Feed` for each endpoint, and what is soon to be there.
 
 All instances of the precise producer share it, so events are received and applied once. It follows the fleet while it
-runs. What a prompt finds there is precise.py's affair; what the events mean is the indexer's.
+runs, and passes on the load that engines send with their events. What a prompt finds there is precise.py's affair; what
+the events mean is the indexer's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -17,7 +19,7 @@ import zmq
 
 from epp.config.environment import Environment
 from epp.config.registry import Parameters
-from epp.fleet.endpoint import Endpoint, EndpointSpec
+from epp.fleet.endpoint import Endpoint, EndpointSpec, EngineLoad
 from epp.telemetry import OCCUPANCY, Reading
 from indexer.feed import Feed, FeedAddress, Hub, SharedFeed
 from indexer.index import PrefixIndex
@@ -31,6 +33,8 @@ TICK = 0.1
 """Seconds between two rounds of housekeeping."""
 SWEEP_PAUSE = 0.002
 """Seconds that requests have to themselves between two slices of cleaning up."""
+LOAD_FRESH = 3.0
+"""Seconds for which a streamed load is better than a scraped one; three heartbeats if that is more."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -187,7 +191,10 @@ class KvEvents:
     def _tidy(self) -> bool:
         """A little of it; True while there is more to do."""
         for endpoint, feed in self.feeds.items():
-            _tell(feed.residency, endpoint)
+            feed.stream.tick()
+            _take_load(endpoint, feed)
+            if feed.stream.told.tiers.cpu is None:
+                _tell(feed.residency, endpoint)
         self.speculation.expire(self._clock())
         return self.index.sweep()
 
@@ -252,6 +259,15 @@ class KvEvents:
             yield "kv_cache_events_subscriber_reconnections_total", pod, counters.reconnections
             yield "kv_cache_events_zmq_errors_total", (endpoint.address, "recv"), counters.malformed
             yield "kv_cache_events_zmq_errors_total", (endpoint.address, "replay-incomplete"), counters.replays_failed
+            yield "tierpick_event_snapshots_total", (endpoint.address, "taken"), counters.snapshots
+            yield "tierpick_event_snapshots_total", (endpoint.address, "failed"), counters.snapshots_failed
+            if feed.stream.heard_at:
+                yield "tierpick_event_silence_seconds", pod, self._clock() - feed.stream.heard_at
+            for tier, figures in feed.stream.told.tiers.items():
+                if figures.held is not None:
+                    yield "tierpick_tier_held_blocks", (endpoint.address, tier), figures.held
+                if figures.capacity is not None:
+                    yield "tierpick_tier_capacity_blocks", (endpoint.address, tier), figures.capacity
         for reason, count in sum((_skipped(feed) for feed in self.feeds.values()), self._skipped_before).items():
             yield "kv_cache_events_stores_skipped_total", ("", reason), count
         total = sum(map(_counted, self.feeds.values()), self._counted_before)
@@ -270,6 +286,28 @@ def _skipped(feed: Feed) -> Counter[str]:
 
 def _counted(feed: Feed) -> Counter[str]:
     return feed.counters.former + feed.residency.counted()
+
+
+def _take_load(endpoint: Endpoint, feed: Feed) -> None:
+    """What the engine last streamed becomes the endpoint's load, if it is news."""
+    last, told, tiers = endpoint.load, feed.stream.told, feed.stream.told.tiers
+    if not feed.stream.is_connected:
+        if last.streamed_until:
+            endpoint.load = replace(last, streamed_until=0.0)
+        return
+    if told.load is None or told.load_at <= last.updated_at:
+        return
+    endpoint.load = EngineLoad(
+        waiting=told.load.waiting,
+        running=told.load.running,
+        kv_usage=told.load.kv_usage,
+        block_size=feed.residency.block_size or last.block_size,
+        num_blocks=(tiers.gpu and tiers.gpu.capacity) or last.num_blocks,
+        cpu_blocks_per_chunk=tiers.cpu.chunk if tiers.cpu else last.cpu_blocks_per_chunk,
+        cpu_chunks=tiers.cpu.capacity // tiers.cpu.chunk if tiers.cpu and tiers.cpu.capacity else last.cpu_chunks,
+        updated_at=told.load_at,
+        streamed_until=told.load_at + max(LOAD_FRESH, 3 * told.heartbeat),
+    )
 
 
 def _tell(residency: Residency, endpoint: Endpoint) -> None:

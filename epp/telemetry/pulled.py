@@ -50,6 +50,14 @@ DECLARED: Mapping[str, _Declared] = {
     ),
     "inflight_requests": _Declared("gauge", "Requests sent to the endpoint and not ended.", _FLOW),
     "inflight_tokens": _Declared("gauge", "Uncached prompt tokens sent to the endpoint and not answered.", _FLOW),
+    "tierpick_event_snapshots_total": _Declared(
+        "counter", "Snapshots of an engine's caches that were asked for, by what came of it.", (*_POD, "result")
+    ),
+    "tierpick_event_silence_seconds": _Declared("gauge", "Time since an engine's last event message.", _POD),
+    "tierpick_tier_held_blocks": _Declared("gauge", "KV blocks in a tier, as the engine says.", (*_POD, "tier")),
+    "tierpick_tier_capacity_blocks": _Declared(
+        "gauge", "KV blocks that fit into a tier, as the engine says.", (*_POD, "tier")
+    ),
     OCCUPANCY: _Declared(
         "gauge", "Fill of a bounded structure; at 1 new entries push out old ones or are refused.", ("name",)
     ),

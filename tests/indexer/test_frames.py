@@ -1,6 +1,6 @@
 import pytest
 
-from indexer.frames import REPLAY_END, Message, live_message, replay_message, replay_request
+from indexer.frames import REPLAY_END, SNAPSHOT, Message, live_message, replay_message, replay_request
 
 SEVEN = (7).to_bytes(8, "big")
 END = b"\xff" * 8
@@ -42,3 +42,7 @@ def test_other_replies_are_malformed(frames: list[bytes]) -> None:
 def test_a_request_is_an_empty_frame_and_eight_bytes() -> None:
     assert replay_request(7) == [b"", SEVEN]
     assert replay_request(2**64) == [b"", END]
+
+
+def test_a_snapshot_is_asked_for_by_the_highest_number_of_all() -> None:
+    assert replay_request(SNAPSHOT) == [b"", END]

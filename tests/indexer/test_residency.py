@@ -10,7 +10,7 @@ from indexer.index import MAX_OTHER_TIERS, PrefixIndex
 from indexer.keys import encode_extras
 from indexer.match import Prompt, match
 from indexer.parking import MAX_BLOCKS
-from indexer.wire import BlockRemoved, BlocksCleared, BlockStored
+from indexer.wire import BlockRemoved, BlocksCleared, BlockStored, Notes, Tier, Tiers
 
 SIZE = 2
 
@@ -321,6 +321,14 @@ def test_a_first_block_of_the_cpu_tier_with_an_unknown_hash_may_be_salted_and_wa
     assert runs(pod, salt="tenant") == (0, 3, 0)
 
 
+def test_blocks_with_an_image_are_not_those_of_their_placeholder_tokens(index, pod):
+    other = index.publisher("other")
+    pod.apply([stored(3, extras={1: encode_extras(["image-1"])})])
+    other.apply([stored(3, hashes=[1000, 7, 8], extras={1: encode_extras(["image-2"])})])
+    assert (runs(pod), runs(other)) == ((1, 0, 0), (1, 0, 0))
+    assert len(index) == 5
+
+
 def vllm_hashes(ids):
     parent = hashlib.sha256(pickle.dumps("vllm-none-hash", 5)).digest()
     for start in range(0, len(ids), SIZE):
@@ -437,6 +445,31 @@ def test_the_block_size_is_learned_and_changes_only_with_an_empty_cache(pod):
     assert runs(pod) == (1, 0, 0)
 
 
+def test_blocks_below_hbm_of_another_size_are_not_indexed(pod):
+    pod.apply([stored(3), BlockStored([9], None, pack(tokens(2)), 2 * SIZE, "cpu", extras={})])
+    assert (pod.block_size, pod.blocks_per_chunk, pod.skipped) == (SIZE, 1, {"other_block_size": 1})
+    pod.apply([BlocksCleared(), BlockStored([9], None, pack(tokens(2)), 2 * SIZE, "cpu", extras={})])
+    assert (pod.block_size, pod.skipped) == (SIZE, {"other_block_size": 2})
+
+
+def test_hbm_has_the_last_word_on_the_block_size(pod):
+    pod.apply([BlockStored([9], None, pack(tokens(2)), 2 * SIZE, "cpu", extras={})])
+    assert (pod.block_size, pod.held("cpu")) == (2 * SIZE, 1)
+    pod.apply([stored(3), stored(3, tier="cpu")])
+    assert (pod.block_size, pod.held("cpu")) == (SIZE, 3)
+    assert runs(pod) == (3, 0, 0)
+
+
+def test_no_lane_grows_for_ever(index, pod, monkeypatch):
+    monkeypatch.setattr("indexer.residency.MAX_HELD", 5)
+    pod.apply([stored(3), stored(1)])
+    for number in range(12):
+        pod.apply([stored(hashes=[number], tokens=pack([number, 0]), tier="cpu", extras={})])
+    assert (pod.held("gpu"), pod.held("cpu")) == (3, 0)
+    assert pod.skipped == {"too_many_blocks": 2}
+    assert runs(pod) == (3, 0, 0)
+
+
 def test_an_emptied_cache_may_change_its_block_size_too(pod):
     other = BlockStored([9], None, pack(tokens(2)), 4, extras={})
     pod.apply([stored(3), removed(3), other, stored(3)])
@@ -550,12 +583,19 @@ any_event = (
 )
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), any_event), max_size=40))
+pools = st.none() | st.sampled_from(["x", "y"])
+any_notes = st.builds(Tier, pool=pools).map(lambda tier: Notes(tiers=Tiers(cpu=tier, storage=tier)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), any_event | any_notes), max_size=40))
 def test_whatever_engines_send_nothing_raises_and_nothing_stays(events):
     index = PrefixIndex()
     pods = [index.publisher(name) for name in "ab"]
     for number, event in events:
-        pods[number].apply([event])
+        if isinstance(event, Notes):
+            pods[number].told(event)
+        else:
+            pods[number].apply([event])
         for pod in pods:
             for tier in pod.tiers():
                 assert pod.held(tier) >= 0

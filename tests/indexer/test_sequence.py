@@ -36,9 +36,6 @@ def test_the_same_number_again_is_a_duplicate_and_a_lower_one_a_restart() -> Non
     numbers = tracker(0, 1, 2)
     assert numbers.receive(2) is Verdict.DUPLICATE
     assert numbers.receive(1) is Verdict.RESTART
-    numbers.begin(1)
-    numbers.accept(1)
-    assert numbers.receive(2) is Verdict.APPLY
 
 
 def test_live_numbers_that_a_replay_has_brought_already_are_duplicates() -> None:
@@ -73,6 +70,15 @@ def test_what_was_thrown_away_no_longer_counts() -> None:
     assert numbers.receive(3) is Verdict.APPLY
     numbers.accept(3)
     assert numbers.since == 3
+
+
+def test_a_snapshot_accounts_for_all_numbers_up_to_its_own() -> None:
+    numbers = SequenceTracker()
+    numbers.accept_all(7)
+    assert (numbers.complete, numbers.last) == (True, 7)
+    assert numbers.receive(5) is Verdict.DUPLICATE
+    assert numbers.receive(8) is Verdict.APPLY
+    assert numbers.receive(10) == Gap(8, 9)
 
 
 def test_a_publisher_that_has_published_nothing_is_known_completely() -> None:

@@ -1,17 +1,25 @@
 import struct
+from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.index import PrefixIndex
 from indexer.keys import encode_extras
+from indexer.match import Prompt, match
 from indexer.wire import (
     MAX_PAYLOAD,
     BadPayload,
     BlockRemoved,
     BlocksCleared,
     BlockStored,
+    Load,
+    Notes,
+    SnapshotPart,
+    Tier,
+    Tiers,
     canonical_tier,
     decode_batch,
     parse_topic,
@@ -99,7 +107,7 @@ def test_maps_and_arrays_mix_in_one_batch():
     ]
 
 
-@pytest.mark.parametrize("length", range(5, 12))
+@pytest.mark.parametrize("length", [*range(2, 6), *range(8, 12)])
 def test_trailing_elements_may_be_missing(length):
     event = only_event(STORED_ARRAY[:length])
     assert event.hashes == [11, 12]
@@ -114,9 +122,12 @@ def test_unknown_trailing_elements_and_fields_are_ignored():
     assert only_event(["BlockRemoved", [1], "GPU", 2, "more"]) == BlockRemoved([1], "gpu", 2)
 
 
-def test_placeholders_have_no_tokens():
-    event = only_event({**STORED, "token_ids": [], "block_size": 0, "parent_block_hash": None, "extra_keys": None})
+@pytest.mark.parametrize(("token_ids", "block_size"), [([], 0), (None, None)])
+def test_placeholders_have_no_tokens(token_ids, block_size):
+    changes = {"token_ids": token_ids, "block_size": block_size, "parent_block_hash": None, "extra_keys": None}
+    event = only_event({**STORED, **changes})
     assert (event.tokens, event.block_size, event.parent, event.extras) == (b"", 0, None, None)
+    assert only_event({"type": "BlockStored", "block_hashes": [11]}) == BlockStored([11])
 
 
 def test_a_parent_of_zero_is_none():
@@ -152,16 +163,19 @@ def test_other_hashes_are_refused(bad):
     "change",
     [
         {"block_hashes": 5},
-        {"token_ids": None},
+        {"token_ids": 5},
         {"token_ids": ["a"]},
+        {"token_ids": [[1, 2], [2, "a"]]},
+        {"token_ids": [[1, 2], []]},
         {"token_ids": [-1, 0, 0, 0]},
         {"token_ids": [2**32, 0, 0, 0]},
         {"block_size": -1},
-        {"block_size": None},
         {"block_size": 1 << 40},
         {"medium": 5},
         {"medium": "x" * 1000},
         {"lora_name": ["sql"]},
+        {"lora_name": None},
+        {"lora_name": {"cache_salt": 5}},
         {"extra_keys": "salt"},
         {"extra_keys": ["salt", None]},
         {"extra_keys": [None]},
@@ -269,6 +283,85 @@ def test_a_flipped_byte_never_gets_through_as_another_error(data):
         pass
 
 
+RECORDED = [
+    bytes.fromhex(msgspec.json.decode(line)["frames"][2])
+    for path in sorted((Path(__file__).parents[1] / "recordings").glob("?-*.jsonl"))
+    if ".requests." not in path.name
+    for line in path.read_text().splitlines()
+]
+"""Payloads of real engines."""
+
+splices = st.binary(max_size=4) | st.sampled_from(
+    [
+        b"\xdd\xff\xff\xff\xff",  # an array of 4 billion elements
+        b"\xdf\xff\xff\xff\xff",  # such a map
+        b"\xc6\xff\xff\xff\xff",  # 4 GB of bytes
+        b"\xdb\x7f\xff\xff\xff",  # 2 GB of text
+        b"\xc9\xff\xff\xff\xff\x01",  # such an extension
+        b"\x91" * 3000,
+        b"\x81\xa1x" * 3000,
+        b"\xd6\xff\x00\x00\x00\x00",  # a timestamp
+        b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",  # NaN
+        b"\xcf" + b"\xff" * 8,
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(RECORDED), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), splices), max_size=4))
+def test_a_mangled_payload_harms_nobody(payload, cuts):
+    index = PrefixIndex()
+    residency = index.publisher("pod")
+    residency.apply(decode_batch(payload))
+    for where, gone, splice in cuts:
+        at = int(where * len(payload))
+        payload = payload[:at] + splice + payload[at + gone :]
+    try:
+        batch = decode_batch(payload)
+    except BadPayload:
+        return
+    residency.apply(batch)
+    assert all(residency.held(tier) >= 0 for tier in residency.tiers())
+    match(index, Prompt(bytes(400)), [residency])
+
+
+odd_values = (
+    values
+    | st.sampled_from([2**64 - 1, -(2**63), float("nan"), float("inf"), b"", b"x" * 40, "x" * 600])
+    | st.builds(lambda depth: msgspec.msgpack.decode(b"\x91" * depth + b"\xc0"), st.integers(1, 40))
+)
+
+
+def flat(payload):
+    """What a batch says, one block of a removal at a time; how many events were left out."""
+    batch = decode_batch(payload)
+    said = []
+    for event in batch:
+        if isinstance(event, BlockRemoved):
+            said += [BlockRemoved([block_hash], event.tier, event.group) for block_hash in event.hashes]
+        else:
+            said.append(event)
+    return said, len(batch.skipped)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(RECORDED), st.data())
+def test_an_odd_value_in_a_real_event_costs_no_other_event(payload, data):
+    timestamp, events, rank = msgspec.msgpack.decode(payload)
+    for _ in range(data.draw(st.integers(1, 3))):
+        event = data.draw(st.sampled_from(events))
+        field = data.draw(st.sampled_from(sorted(event)))
+        inside = event[field]
+        if isinstance(inside, list) and inside and data.draw(st.booleans()):
+            inside[data.draw(st.integers(0, len(inside) - 1))] = data.draw(odd_values)
+        else:
+            event[field] = data.draw(odd_values)
+    said, left_out = flat(pack([timestamp, events, rank]))
+    alone = [flat(pack([timestamp, [event], rank])) for event in events]
+    assert said == [one for single, _ in alone for one in single]
+    assert left_out == sum(skipped for _, skipped in alone)
+
+
 def test_evictions_in_a_row_become_one_event():
     def removed(block, **changes):
         return {**REMOVED, "block_hashes": [block], **changes}
@@ -308,8 +401,9 @@ def test_cleared_says_which_tiers_or_does_not(event, tiers):
     ("mediums", "tier"),
     [
         ([None, "", "GPU", "gpu"], "gpu"),
-        (["CPU", "cpu", "CPU_PINNED", "cpu_tier1", "CPU_TIER2"], "cpu"),
+        (["CPU", "cpu", "CPU_PINNED", "cpu_tier1"], "cpu"),
         (["STORAGE", "DISK", "FS", "OBJ", "SHARED_STORAGE", "OBJECT_STORE", "EXTERNAL"], "storage"),
+        (["CPU_TIER2", "NVME", "local_disk"], "storage"),
         (["CXL"], "cxl"),
     ],
 )
@@ -336,9 +430,33 @@ def test_extra_keys_without_the_adapter(keys, extras):
 
 
 def test_an_adapter_is_dropped_only_where_it_is_one():
-    assert only_event({**STORED, "lora_name": None, "extra_keys": [["sql"], None]}).extras == {
-        0: encode_extras(["sql"])
-    }
+    unnamed = {**STORED, "lora_id": None, "lora_name": None, "extra_keys": [["sql"], None]}
+    assert only_event(unnamed).extras == {0: encode_extras(["sql"])}
+
+
+@pytest.mark.parametrize("lora_id", [None, 0])
+def test_no_adapter_is_no_number_or_zero(lora_id):
+    assert only_event({**STORED, "lora_id": lora_id, "lora_name": None}).lora_name == ""
+
+
+def test_an_adapter_known_by_number_only_is_not_taken_for_the_base_model():
+    assert reason({**STORED, "lora_name": None}) == "bad_field"
+    assert reason(STORED_ARRAY[:7]) == "bad_field"
+
+
+@pytest.mark.parametrize(("parent", "extras"), [(None, {0: encode_extras(["tenant"])}), (10, {})])
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_sglang_says_the_salt_on_every_block_and_it_is_in_the_first(form, parent, extras):
+    fields = {**STORED, "lora_id": None, "lora_name": None, "extra_keys": None, "parent_block_hash": parent}
+    salted = {**fields, "cache_salt": "tenant"}
+    if form == "array":
+        salted = [*list(fields.values())[:7], {"cache_salt": "tenant"}]
+    assert only_event(salted).extras == extras
+
+
+def test_of_pairs_of_tokens_the_first_counts():
+    event = only_event({**STORED, "token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]})
+    assert event.tokens == EXPECTED.tokens
 
 
 def test_a_session_that_starts_at_the_first_block_may_repeat_what_was_said():
@@ -359,3 +477,87 @@ def test_a_session_that_starts_at_the_first_block_may_repeat_what_was_said():
 )
 def test_topics(topic, parsed):
     assert parse_topic(topic) == parsed
+
+
+NOTES = {
+    "instance": "0123456789abcdef0123456789abcdef",
+    "load": {"waiting": 3, "running": 20, "kv_usage": 0.5},
+    "tiers": {"GPU": {"capacity": 100, "held": 20}, "CPU": {"held": 7, "chunk": 4}, "STORAGE": {"pool": "nfs"}},
+    "heartbeat": 1.0,
+    "snapshot": {"part": 2, "parts": 3},
+}
+EXPECTED_NOTES = Notes(
+    instance="0123456789abcdef0123456789abcdef",
+    load=Load(3, 20, 0.5),
+    tiers=Tiers(gpu=Tier(capacity=100, held=20), cpu=Tier(held=7, chunk=4), storage=Tier(pool="nfs")),
+    heartbeat=1.0,
+    snapshot=SnapshotPart(2, 3),
+)
+
+
+def noted(notes, *events):
+    return decode_batch(pack([1.5, list(events), 0, notes]))
+
+
+@pytest.mark.parametrize("event", [STORED, STORED_ARRAY])
+def test_notes_are_the_fourth_of_a_batch_whatever_its_events_look_like(event):
+    decoded = noted(NOTES, event)
+    assert (decoded.events, decoded.notes, list(decoded.skipped)) == ([EXPECTED], EXPECTED_NOTES, [])
+    assert (decoded.instance, decoded.part) == (NOTES["instance"], SnapshotPart(2, 3))
+
+
+def test_every_note_is_optional_and_those_of_later_versions_are_ignored():
+    assert noted({}, STORED).notes == Notes()
+    later = noted({"mood": "good", "tiers": {"GPU": {"colour": 1}, "TAPE": {}}, "load": None}, STORED)
+    assert (later.notes, list(later.skipped)) == (Notes(tiers=Tiers(gpu=Tier())), [])
+
+
+def test_a_batch_without_notes_has_none():
+    for decoded in (batch(STORED), batch(STORED_ARRAY), noted(None, STORED), noted(None, STORED_ARRAY)):
+        assert (decoded.notes, decoded.instance, decoded.part, list(decoded.skipped)) == (None, "", None, [])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"load": {"waiting": -1, "running": 0, "kv_usage": 0.0}},
+        {"load": {"waiting": 0, "running": 0, "kv_usage": float("nan")}},
+        {"load": {"waiting": 0, "running": 0, "kv_usage": 1.1}},
+        {"load": {"waiting": 1 << 63, "running": 0, "kv_usage": 0.0}},
+        {"load": {"waiting": 1}},
+        {"load": 5},
+        {"tiers": {"CPU": {"chunk": 0}}},
+        {"tiers": {"CPU": {"chunk": 1 << 20}}},
+        {"tiers": {"GPU": {"capacity": -1}}},
+        {"tiers": {"STORAGE": {"pool": "x" * 1000}}},
+        {"tiers": []},
+        {"heartbeat": -1},
+        {"heartbeat": float("inf")},
+        {"snapshot": {"part": 0, "parts": 1}},
+        {"snapshot": {"part": 1, "parts": 1 << 40}},
+        {"snapshot": {"part": 1}},
+    ],
+)
+def test_of_malformed_notes_only_the_instance_is_left_and_no_event_is_lost(field):
+    decoded = noted({"instance": "me", **field}, STORED, REMOVED)
+    assert decoded.events == [EXPECTED, BlockRemoved([11], "gpu", 0)]
+    assert decoded.notes == Notes("me")
+    assert [skipped.reason for skipped in decoded.skipped] == ["bad_notes"]
+
+
+@pytest.mark.parametrize("notes", [5, "text", [1], b"\xc1", {"instance": "x" * 65}, {"instance": 7}])
+def test_what_is_no_notes_at_all_is_left_out(notes):
+    decoded = noted(notes, STORED)
+    assert (decoded.events, decoded.notes) == ([EXPECTED], None)
+    assert [skipped.reason for skipped in decoded.skipped] == ["bad_notes"]
+
+
+@given(st.dictionaries(st.sampled_from([*NOTES, "other"]), values, max_size=5))
+def test_any_notes_are_read_or_counted(notes):
+    decoded = noted(notes, STORED)
+    assert decoded.events == [EXPECTED]
+    try:
+        wanted, left_out = msgspec.convert(notes, Notes), 0
+    except msgspec.ValidationError:
+        wanted, left_out = decoded.notes and Notes(notes.get("instance", "")), 1
+    assert (decoded.notes, len(decoded.skipped)) == (wanted, left_out)

@@ -42,6 +42,14 @@ def test_a_real_vllm_page_shows_load_capacity_and_chunk_size() -> None:
     )
 
 
+def test_while_a_streamed_load_is_fresh_a_page_only_fills_in_what_that_lacks() -> None:
+    streamed = EngineLoad(waiting=9, running=8, kv_usage=0.7, num_blocks=100, updated_at=6.0, streamed_until=8.0)
+    wanted = replace(streamed, block_size=32, cpu_blocks_per_chunk=1, cpu_chunks=16)
+    assert read(VLLM_PAGE, last=streamed) == wanted
+    stale = replace(streamed, streamed_until=7.0)
+    assert read(VLLM_PAGE, last=stale) == read(VLLM_PAGE)
+
+
 @pytest.mark.parametrize(
     ("engine", "page"),
     [

@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from aiohttp import web
 
-from epp.fleet.endpoint import Endpoint, EndpointSpec
+from epp.fleet.endpoint import Endpoint, EndpointSpec, EngineLoad
 from epp.fleet.fleet import Fleet
 from epp.fleet.scrape import Scraper, ScrapeSettings, ScrapeState, _phase
 
@@ -241,6 +241,33 @@ def test_an_endpoint_that_keeps_failing_is_asked_less_and_less_often() -> None:
     scraper = Scraper(Fleet(), Counters(), settings)
     pauses = [scraper._pause(ScrapeState(failures_in_a_row=n)) for n in range(7)]
     assert pauses == pytest.approx([0.01, 0.02, 0.04, 0.08, 0.16, 0.16, 0.16])
+
+
+async def test_an_endpoint_that_streams_its_load_is_asked_seldom_and_keeps_what_it_streamed() -> None:
+    engine = Engine(serves(GOOD))
+    async with scraping(engine, settings=ScrapeSettings(interval=0.02, longest_pause=0.5)) as s:
+        await s.until(lambda: engine.asked > 0)
+        streamed = EngineLoad(waiting=77, updated_at=time.monotonic(), streamed_until=time.monotonic() + 3600)
+        s.endpoint().load = streamed
+        asked = engine.asked
+        began = time.monotonic()
+        await s.until(lambda: engine.asked >= asked + 3)
+        assert time.monotonic() - began > 0.5, "two long pauses, but for the scrape that was under way"
+        assert s.endpoint().load.waiting == 77
+        s.endpoint().load = replace(streamed, streamed_until=0.0)
+        await s.until(lambda: s.endpoint().load.waiting == 3)
+
+
+async def test_when_the_stream_of_a_dead_endpoint_ends_it_is_soon_found_out() -> None:
+    engine, settings = Engine(serves(GOOD)), ScrapeSettings(interval=0.02, longest_pause=3600.0)
+    async with scraping(settings=settings) as s:
+        async with running(engine):
+            s.fleet.apply([EndpointSpec(f"127.0.0.1:{engine.port}")])
+            await s.until(lambda: s.endpoint().load.updated_at > 0)
+            s.endpoint().load = EngineLoad(streamed_until=time.monotonic() + 3600)
+        assert s.endpoint().reachable
+        s.endpoint().load = EngineLoad()
+        await s.until(lambda: not s.endpoint().reachable)
 
 
 async def test_an_endpoint_that_refuses_connections_is_not_picked_until_it_answers_in_whatever_way() -> None:

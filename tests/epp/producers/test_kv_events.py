@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,12 +11,20 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from connector.events import GPU, BlockStored, Load, Tier
+from connector.journal import About
+from connector.publisher import Publisher
 from epp.config.environment import Environment
-from epp.fleet.endpoint import EndpointSpec
+from epp.config.loader import load
+from epp.fleet.endpoint import Endpoint, EndpointSpec, EngineLoad
 from epp.fleet.fleet import Fleet
 from epp.producers.kv_events import KvEvents, KvEventsConfig, PodDiscoveryConfig, feed_address
+from epp.requests.model import InferenceRequest
+from epp.scheduling.plugin import Scheduling
+from epp.scheduling.scheduler import Scheduler
 from epp.telemetry import Telemetry
 from indexer.feed import FeedAddress
+from indexer.stream import State
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -241,4 +249,173 @@ async def test_stopping_twice_or_unstarted_is_harmless(environment: Environment)
     await events.stop()
     await events.start()
     await events.stop()
+    await events.stop()
+
+
+class Streaming:
+    """An engine with our connector: it sends its load with its events."""
+
+    def __init__(self, number: int, **load: Any) -> None:
+        self.about = About(heartbeat=0.05, tiers={GPU: Tier(1000), "CPU": Tier(600, chunk=4)})
+        self.about.load = Load(**load)
+        self.publisher = Publisher(
+            self.about,
+            endpoint="tcp://127.0.0.1:*",
+            bind=True,
+            replay_endpoint="tcp://127.0.0.1:*",
+            topic=f"kv@10.0.0.{number}:8000@m",
+        )
+        assert self.publisher.replay_endpoint is not None
+        self.spec = EndpointSpec(
+            f"10.0.0.{number}:8000", kv_events=self.publisher.endpoint, kv_replay=self.publisher.replay_endpoint
+        )
+
+
+@pytest.fixture
+def streaming() -> Iterator[Callable[..., Streaming]]:
+    started: list[Streaming] = []
+
+    def start(number: int, **load: Any) -> Streaming:
+        started.append(Streaming(number, **load))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.publisher.close()
+
+
+class TestStreamedLoad:
+    async def test_it_becomes_the_endpoints_load(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=3, running=2, kv_usage=0.5)
+        engine.publisher.publish([BlockStored([7], None, [7] * 16, 16, None, GPU, None)])
+        environment.fleet.apply([engine.spec])
+        (endpoint,) = environment.fleet.endpoints
+        await until(lambda: endpoint.load.updated_at and endpoint.load.block_size)
+        seen = endpoint.load
+        wanted = EngineLoad(
+            waiting=3,
+            running=2,
+            kv_usage=0.5,
+            block_size=16,
+            num_blocks=1000,
+            cpu_blocks_per_chunk=4,
+            cpu_chunks=150,
+            updated_at=seen.updated_at,
+            streamed_until=seen.updated_at + 3.0,
+        )
+        assert seen == wanted
+        engine.about.load = Load(0, 1, 0.25)
+        await until(lambda: endpoint.load.waiting == 0)
+        assert seen.waiting == 3, "a decision keeps what it saw"
+
+    async def test_a_newer_scrape_is_not_undone(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=3, running=2, kv_usage=0.5)
+        engine.about.heartbeat = 0.0
+        engine.publisher.publish([BlockStored([7], None, [7] * 16, 16, None, GPU, None)])
+        environment.fleet.apply([engine.spec])
+        (endpoint,) = environment.fleet.endpoints
+        await until(lambda: endpoint.load.updated_at)
+        endpoint.load = scraped = EngineLoad(waiting=9, updated_at=environment.clock() + 1)
+        events._tidy()
+        assert endpoint.load is scraped
+
+    async def test_with_the_connection_its_precedence_ends(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=3, running=2, kv_usage=0.5)
+        environment.fleet.apply([engine.spec])
+        (endpoint,) = environment.fleet.endpoints
+        await until(lambda: endpoint.load.streamed_until)
+        engine.publisher.close()
+        await until(lambda: not endpoint.load.streamed_until)
+        assert endpoint.load.waiting == 3
+
+    async def test_the_chunk_that_is_streamed_counts_not_one_scraped_before(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=0, running=0, kv_usage=0.0)
+        engine.about.load = None
+        environment.fleet.apply([engine.spec])
+        (endpoint,) = environment.fleet.endpoints
+        endpoint.load = EngineLoad(cpu_blocks_per_chunk=16)
+        (feed,) = events.feeds.values()
+        await until(lambda: feed.stream.told.tiers.cpu)
+        events._tidy()
+        assert feed.residency.blocks_per_chunk == 4
+
+    async def test_silence_is_noticed(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=0, running=0, kv_usage=0.0)
+        environment.fleet.apply([engine.spec])
+        (feed,) = events.feeds.values()
+        await until(lambda: feed.state is State.LIVE and feed.stream.told.heartbeat)
+        engine.about.heartbeat = 0.0
+        await until(lambda: feed.stream.reason == "silent")
+
+    async def test_metrics_show_tiers_snapshots_and_silence(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=0, running=0, kv_usage=0.0)
+        engine.publisher.publish([BlockStored([7], None, [7] * 16, 16, None, GPU, None)])
+        environment.fleet.apply([engine.spec])
+        (feed,) = events.feeds.values()
+        await until(lambda: feed.state is State.LIVE and feed.stream.told.tiers.gpu and feed.counters.messages)
+        await until(lambda: feed.stream.told.tiers.gpu.held == 1)
+        value, pod = environment.telemetry.registry.get_sample_value, {"pod_identifier": engine.spec.address}
+        assert value("tierpick_tier_capacity_blocks", {**pod, "tier": "gpu"}) == 1000
+        assert value("tierpick_tier_held_blocks", {**pod, "tier": "gpu"}) == 1
+        assert value("tierpick_tier_capacity_blocks", {**pod, "tier": "cpu"}) == 600
+        taken = value("tierpick_event_snapshots_total", {**pod, "result": "taken"})
+        assert taken == feed.counters.snapshots
+        assert value("tierpick_event_snapshots_total", {**pod, "result": "failed"}) == 0
+        silence = value("tierpick_event_silence_seconds", pod)
+        assert silence is not None
+        assert 0 <= silence < 5
+
+
+WITHOUT_SCRAPING = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: precise-prefix-cache-producer}, {type: SCORER}]
+dataLayer: {injectDefaults: false}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: SCORER}]}]
+"""
+
+
+@pytest.mark.parametrize(
+    "scorer", ["queue-scorer", "running-requests-size-scorer", "kv-cache-utilization-scorer", "load-aware-scorer"]
+)
+async def test_a_fleet_is_scheduled_by_its_streams_alone_where_nothing_is_scraped(
+    environment: Environment, streaming: Callable[..., Streaming], scorer: str
+) -> None:
+    configuration = load(WITHOUT_SCRAPING.replace("SCORER", scorer), environment)
+    assert not configuration.data_layer.scrape
+    events = KvEvents.of(environment)
+    await events.start()
+    busy, idle = streaming(1, waiting=9, running=8, kv_usage=0.9), streaming(2, waiting=0, running=1, kv_usage=0.1)
+    environment.fleet.apply([busy.spec, idle.spec])
+    scheduler = Scheduler(
+        producers=configuration.producers,
+        profiles=configuration.profiles,
+        handler=configuration.handler,
+        plugins=list(configuration.plugins.values()),
+        telemetry=environment.telemetry,
+        rng=environment.rng,
+    )
+
+    async def picked() -> Endpoint:
+        request = InferenceRequest("r", "/v1/completions", {}, b"", target_model="m")
+        result = await scheduler.schedule(Scheduling(request, environment.fleet.endpoints, now=environment.clock()))
+        return result.target.picked[0]
+
+    await until(lambda: all(endpoint.load.updated_at for endpoint in environment.fleet.endpoints))
+    assert {(await picked()).address for _ in range(20)} == {idle.spec.address}
+    busy.about.load, idle.about.load = idle.about.load, busy.about.load
+    await until(lambda: [endpoint.load.waiting for endpoint in environment.fleet.endpoints] == [0, 9])
+    assert {(await picked()).address for _ in range(20)} == {busy.spec.address}
     await events.stop()

@@ -100,6 +100,10 @@ OURS = {
     "tierpick_plugin_failures_total": "plugin_name extension_point",
     "tierpick_unscored_requests_total": "reason",
     "tierpick_occupancy_ratio": "name",
+    "tierpick_event_snapshots_total": "pod_identifier result",
+    "tierpick_event_silence_seconds": "pod_identifier",
+    "tierpick_tier_held_blocks": "pod_identifier tier",
+    "tierpick_tier_capacity_blocks": "pod_identifier tier",
 }
 
 

@@ -153,8 +153,6 @@ class Batch(msgspec.Struct, frozen=True):
     timestamp: float
     """Seconds since the epoch, by the engine's clock."""
     events: list[Event]
-    rank: int | None = None
-    """Data-parallel rank, where the engine says it."""
     notes: Notes | None = None
     skipped: Sequence[Skipped] = ()
 
@@ -280,16 +278,18 @@ _ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
 
 class _MapBatch(msgspec.Struct, array_like=True, gc=False):
+    """The rank is not read: whose batch it is, the connection says."""
+
     ts: float
     events: list[_MapEvent]
-    data_parallel_rank: int | None = None
+    data_parallel_rank: msgspec.Raw = msgspec.Raw()
     notes: Notes | None = None
 
 
 class _RawBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[msgspec.Raw]
-    data_parallel_rank: int | None = None
+    data_parallel_rank: msgspec.Raw = msgspec.Raw()
     notes: msgspec.Raw = msgspec.Raw()
 
 
@@ -306,8 +306,6 @@ class _NamedBatch(msgspec.Struct, gc=False):
     TS: float | None = None
     events: list[msgspec.Raw] | None = None
     Events: list[msgspec.Raw] | None = None
-    data_parallel_rank: int | None = None
-    attn_dp_rank: int | None = None
 
 
 _decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
@@ -332,7 +330,7 @@ def decode_batch(payload: bytes) -> Batch:
     try:
         batch = _decode_maps(payload)
         events = batch.events if len(batch.events) == 1 else _merge_removals(batch.events)
-        return Batch(batch.ts, [event.event() for event in events], batch.data_parallel_rank, batch.notes)
+        return Batch(batch.ts, [event.event() for event in events], batch.notes)
     except _UNREADABLE:
         return _decode_one_by_one(payload)
 
@@ -357,7 +355,7 @@ def _merge_removals(events: Iterable[_MapEvent]) -> list[_MapEvent]:
 
 def _decode_one_by_one(payload: bytes) -> Batch:
     try:
-        timestamp, raw_events, rank, raw_notes = _open_batch(payload)
+        timestamp, raw_events, raw_notes = _open_batch(payload)
     except _UNREADABLE as error:
         raise BadPayload(f"not an event batch: {error}") from error
     events: list[Event] = []
@@ -368,7 +366,7 @@ def _decode_one_by_one(payload: bytes) -> Batch:
         except _UNREADABLE as error:
             skipped.append(Skipped(_reason(error), str(error)[:200]))
     notes = _read_notes(bytes(raw_notes), skipped) if raw_notes else None
-    return Batch(timestamp, events, rank, notes, skipped)
+    return Batch(timestamp, events, notes, skipped)
 
 
 def _read_notes(raw: bytes, skipped: list[Skipped]) -> Notes | None:
@@ -383,16 +381,15 @@ def _read_notes(raw: bytes, skipped: list[Skipped]) -> Notes | None:
         return None
 
 
-def _open_batch(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None, msgspec.Raw]:
+def _open_batch(payload: bytes) -> tuple[float, list[msgspec.Raw], msgspec.Raw]:
     if _is_map(payload):
         named = _decode_named(payload)
         events = named.events if named.events is not None else named.Events
         if events is None:
             raise ValueError("no `events`")
-        rank = named.data_parallel_rank if named.data_parallel_rank is not None else named.attn_dp_rank
-        return named.ts or named.TS or 0.0, events, rank, msgspec.Raw()
+        return named.ts or named.TS or 0.0, events, msgspec.Raw()
     batch = _decode_raw(payload)
-    return batch.ts, batch.events, batch.data_parallel_rank, batch.notes
+    return batch.ts, batch.events, batch.notes
 
 
 def _decode_event(raw: bytes) -> _MapEvent | _ArrayEvent:

@@ -76,21 +76,17 @@ def reason(event):
     return skipped.reason
 
 
-def test_a_batch_has_a_timestamp_and_a_rank():
-    decoded = decode_batch(pack([1.5, [], 3]))
-    assert (decoded.timestamp, decoded.rank, list(decoded)) == (1.5, 3, [])
-
-
-@pytest.mark.parametrize("payload", [[1.5, []], [1.5, [], None], [1, [], None, "more"]])
-def test_rank_may_be_absent_and_more_elements_may_follow(payload):
-    assert decode_batch(pack(payload)).rank is None
+@pytest.mark.parametrize("rest", [[], [3], [None], ["zero"], [{"any": [1.5]}], [3, "no notes"], [3, None, "more"]])
+def test_what_follows_the_events_costs_none_of_them(rest):
+    decoded = decode_batch(pack([1.5, [STORED], *rest]))
+    assert (decoded.timestamp, decoded.events) == (1.5, [EXPECTED])
 
 
 @pytest.mark.parametrize("names", [("ts", "events", "data_parallel_rank"), ("TS", "Events", "attn_dp_rank")])
 def test_a_batch_may_be_a_map(names):
     decoded = decode_batch(pack(dict(zip(names, (1.5, [STORED, ["AllBlocksCleared"]], 2), strict=True))))
     assert decoded.events == [EXPECTED, BlocksCleared()]
-    assert (decoded.timestamp, decoded.rank) == (1.5, 2)
+    assert decoded.timestamp == 1.5
 
 
 @pytest.mark.parametrize("event", [STORED, STORED_ARRAY, pack(STORED), pack(STORED_ARRAY)])

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _FOREVER = timedelta(0)
+_ENGINE_IDLE = timedelta(seconds=3)
+"""vLLM closes a connection that was idle for 5 s, and a request sent just then is lost: so we close it first."""
 _MANY = 40_000
 """Envoy's default of 1024 requests a cluster is soon used up by long answers."""
 
@@ -230,7 +232,12 @@ def _engines(options: BootstrapOptions) -> Cluster:
         LoadBalancingPolicyPolicy,
     )
 
-    cluster = Cluster(name="engines", connect_timeout=timedelta(seconds=5), circuit_breakers=_circuit_breakers())
+    cluster = Cluster(
+        name="engines",
+        connect_timeout=timedelta(seconds=5),
+        circuit_breakers=_circuit_breakers(),
+        typed_extension_protocol_options=_http1(idle_timeout=_ENGINE_IDLE),
+    )
     if options.endpoints:
         cluster.type = ClusterDiscoveryType.STATIC
         cluster.load_assignment = _load_assignment("engines", options.endpoints)
@@ -273,16 +280,9 @@ def _override_host() -> TypedExtensionConfig:
 
 def _picker(options: BootstrapOptions) -> Cluster:
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterCommonLbConfig, ClusterDiscoveryType
-    from envoy_data_plane.envoy.config.core.v3 import HealthCheck, HealthCheckGrpcHealthCheck, Http2ProtocolOptions
-    from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
-        HttpProtocolOptions,
-        HttpProtocolOptionsExplicitHttpConfig,
-    )
+    from envoy_data_plane.envoy.config.core.v3 import HealthCheck, HealthCheckGrpcHealthCheck
     from envoy_data_plane.envoy.type.v3 import Percent
 
-    http2 = HttpProtocolOptions(
-        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions())
-    )
     check = HealthCheck(
         timeout=timedelta(seconds=2),
         interval=timedelta(seconds=2 if options.fail_open else 10),
@@ -297,13 +297,35 @@ def _picker(options: BootstrapOptions) -> Cluster:
         circuit_breakers=_circuit_breakers(),
         health_checks=[check],
         load_assignment=_load_assignment("picker", (options.picker,)),
-        typed_extension_protocol_options={"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": _any(http2)},
+        typed_extension_protocol_options=_http2(),
         transport_socket=_tls() if options.secure else None,
     )
     if options.fail_open:
         # or Envoy asks a picker that it knows to be down, and the request is lost
         cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0))
     return cluster
+
+
+def _http1(*, idle_timeout: timedelta) -> dict[str, Any]:
+    from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions, HttpProtocolOptions
+    from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig
+
+    http1 = HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions())
+    return _protocol(http1, HttpProtocolOptions(idle_timeout=idle_timeout))
+
+
+def _http2() -> dict[str, Any]:
+    from envoy_data_plane.envoy.config.core.v3 import Http2ProtocolOptions
+    from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig
+
+    return _protocol(HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions()))
+
+
+def _protocol(version: Any, common: Any = None) -> dict[str, Any]:
+    from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
+
+    options = HttpProtocolOptions(explicit_http_config=version, common_http_protocol_options=common)
+    return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": _any(options)}
 
 
 def _tls() -> TransportSocket:

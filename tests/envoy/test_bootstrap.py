@@ -223,3 +223,24 @@ async def test_response_trailers_and_buffered_answers_of_a_foreign_configuration
     proxy = await start(Profile.BUFFERED, edit=buffered)
     async with proxy.post("/sse", data=b"{}") as response:
         assert (await response.read()).endswith(b"[DONE]\n\n")
+
+
+async def test_idle_connections_are_closed_before_the_engine_closes_them(start, profile, upstream):
+    proxy = await start(profile)
+    async with proxy.post("/v1/completions", data=b"{}") as response:
+        assert response.status == 200
+    [(request, _)] = upstream.requests
+    assert request.transport is not None
+    async with asyncio.timeout(4.5):  # vLLM waits 5 s
+        while request.transport is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_stream_that_pauses_is_not_idle(start, profile, upstream):
+    upstream.release.clear()
+    proxy = await start(profile)
+    async with proxy.post("/sse", data=b"{}") as response:
+        await response.content.readuntil(b"data: 2\n\n")
+        await asyncio.sleep(4)
+        upstream.release.set()
+        assert (await response.content.read()).endswith(b"data: [DONE]\n\n")

@@ -131,6 +131,11 @@ class Publisher:
             self._wake()
             return
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was published before has been sent; False if that takes more than `timeout` seconds."""
+        with self._queue.all_tasks_done:
+            return self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout)
+
     def close(self) -> None:
         """Send what is queued, stop the thread, close the sockets."""
         self._closing = True
@@ -167,6 +172,7 @@ class Publisher:
         closing = self._closing
         for _ in range(self._queue.qsize()):
             self._send(self._journal.batch(*self._queue.get_nowait()))
+            self._queue.task_done()
         if closing:
             return False
         if self._until_heartbeat() <= 0:

@@ -98,6 +98,29 @@ def test_messages_have_three_frames_and_count_from_zero(sockets: Sockets, start:
     assert len(hashes) >= 90  # a heartbeat may have come between
 
 
+class Slow(list[Any]):
+    """Events that cannot be read before `ready`."""
+
+    def __init__(self) -> None:
+        super().__init__([stored(1)])
+        self.ready = threading.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.ready.wait(10)
+        return super().__iter__()
+
+
+def test_flush_waits_until_all_is_sent_but_not_for_ever(sockets: Sockets, start: Callable[..., Publisher]) -> None:
+    publisher = start(About(heartbeat=NEVER))
+    assert publisher.flush(0)
+    slow = Slow()
+    publisher.publish(slow)
+    assert not publisher.flush(0.05)
+    slow.ready.set()
+    assert publisher.flush(10)
+    assert Peer(sockets, publisher).numbers() == [0]
+
+
 def test_while_idle_it_is_heard_at_least_as_often_as_promised(
     sockets: Sockets, start: Callable[..., Publisher]
 ) -> None:

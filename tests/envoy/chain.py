@@ -165,14 +165,14 @@ class Chain:
     async def page(self, path: str) -> Any:
         return await fetch_json(self.http, f"http://{HOST}:{self._metrics}{path}")
 
-    async def decision(self, reply: Reply) -> dict[str, Any]:
-        """Of a request, once it is over."""
+    async def decision(self, reply: Reply, *, among: int = 1000, poll_s: float = POLL_S) -> dict[str, Any]:
+        """Of a request, once it is over. It must be `among` so many of the newest."""
 
         async def found() -> dict[str, Any] | None:
-            decisions = (await self.page("/debug/decisions?limit=1000"))["decisions"]
+            decisions = (await self.page(f"/debug/decisions?limit={among}"))["decisions"]
             return next((d for d in decisions if d["id"] == reply.id and d["outcome"]), None)
 
-        return await until(found)
+        return await until(found, poll_s=poll_s)
 
     async def endpoints(self) -> dict[str, dict[str, Any]]:
         """By name."""
@@ -243,11 +243,11 @@ class Metrics:
         return lambda name, /, **labels: self.total(name, **labels) - before.total(name, **labels)
 
 
-async def until(probe, timeout_s: float = 10.0):
+async def until(probe, timeout_s: float = 10.0, *, poll_s: float = POLL_S):
     """The first answer of `probe` but None."""
     async with asyncio.timeout(timeout_s):
         while (answer := await probe()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
         return answer
 
 

@@ -36,6 +36,9 @@ SWEEP_PAUSE = 0.002
 LOAD_FRESH = 3.0
 """Seconds for which a streamed load is better than a scraped one; three heartbeats if that is more."""
 
+POOL_LABELS = {"cpu": "tierpick.ai/cpu-pool", "storage": "tierpick.ai/storage-pool"}
+"""Tier → label of endpoints whose engines cannot say that they share it: all with the same value can load from it."""
+
 T = TypeVar("T")
 U = TypeVar("U")
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -193,7 +196,7 @@ class KvEvents:
         for endpoint, feed in self.feeds.items():
             feed.stream.tick()
             _take_load(endpoint, feed)
-            if feed.stream.told.tiers.cpu is None:
+            if not feed.stream.instance:
                 _tell(feed.residency, endpoint)
         self.speculation.expire(self._clock())
         return self.index.sweep()
@@ -311,7 +314,10 @@ def _take_load(endpoint: Endpoint, feed: Feed) -> None:
 
 
 def _tell(residency: Residency, endpoint: Endpoint) -> None:
-    """Engines' metrics know the size of a CPU chunk before events show it."""
+    """Of a publisher that says nothing of its tiers: the size of a CPU chunk, which the engine's metrics know before
+    events show it, and the pools that the endpoint's labels name."""
     chunk = endpoint.load.cpu_blocks_per_chunk
     if chunk:
         residency.blocks_per_chunk = chunk
+    for tier, label in POOL_LABELS.items():
+        residency.share(tier, endpoint.spec.labels.get(label))

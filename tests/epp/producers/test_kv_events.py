@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -68,15 +69,16 @@ class TestFeedAddress:
             feed_address(EndpointSpec("10.0.0.7:8000", rank=1), config(pod_discovery_config=pods))
 
 
-def stored(block_hash: int) -> bytes:
+def stored(block_hash: int, medium: str = "GPU") -> bytes:
     event = {
         "type": "BlockStored",
         "block_hashes": [block_hash],
         "parent_block_hash": None,
         "token_ids": [block_hash] * 16,
         "block_size": 16,
-        "medium": "GPU",
+        "medium": medium,
         "lora_name": None,
+        "extra_keys": [None],
     }
     return msgspec.msgpack.encode([0.0, [event], 0])
 
@@ -92,9 +94,9 @@ class Engine:
         port = self.pub.bind_to_random_port("tcp://127.0.0.1")
         self.spec = EndpointSpec(self.address, f"pod-{number}", kv_events=f"tcp://127.0.0.1:{port}")
 
-    async def publish(self) -> None:
+    async def publish(self, medium: str = "GPU") -> None:
         assert await self.pub.recv() == b"\1kv@"
-        await self.pub.send_multipart([f"kv@{self.address}@m".encode(), bytes(8), stored(self.number)])
+        await self.pub.send_multipart([f"kv@{self.address}@m".encode(), bytes(8), stored(self.number, medium)])
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -179,6 +181,27 @@ async def test_engines_metrics_tell_the_chunk(environment: Environment, events: 
     assert events.feeds[endpoint].residency.blocks_per_chunk == 1
     endpoint.load.cpu_blocks_per_chunk = 4
     await until(lambda: events.feeds[endpoint].residency.blocks_per_chunk == 4)
+
+
+@pytest.mark.parametrize(("tier", "medium"), [("cpu", "CPU"), ("storage", "STORAGE")])
+async def test_labels_name_what_engines_share_that_cannot_say_so(
+    environment: Environment, events: KvEvents, engines: list[Engine], tier: str, medium: str
+) -> None:
+    def labelled(**pools: str) -> None:
+        environment.fleet.apply(
+            replace(engine.spec, labels={f"tierpick.ai/{tier}-pool": name})
+            for engine, name in zip(engines, pools.values(), strict=True)
+        )
+
+    def held() -> list[int]:
+        return [feed.residency.held(tier) for feed in events.feeds.values()]
+
+    labelled(one="nfs", two="nfs")
+    for engine in engines:
+        await engine.publish(medium)
+    await until(lambda: held() == [2, 2])
+    labelled(one="nfs", two="another")
+    await until(lambda: held() == [2, 0])
 
 
 async def test_a_bound_socket_tells_engines_apart_by_topic(environment: Environment) -> None:

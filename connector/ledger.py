@@ -82,10 +82,12 @@ Holding = list[tuple[Hash, Run]]
 class Group:
     """The blocks of one KV-cache group: in which tiers they are, and what is known of them."""
 
-    __slots__ = ("lanes", "remembered", "vague")
+    __slots__ = ("kind", "lanes", "remembered", "vague", "window")
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
+        self.kind: str | None = None
+        self.window: int | None = None
         self.remembered: OrderedDict[Hash, Run] = OrderedDict()
         self.vague: set[Hash] = set()
         """Held, and not known completely."""
@@ -281,6 +283,8 @@ class Ledger:
         except _ODD:
             self._pass_on(event, told)
             return
+        if runs[0].scope.kind:
+            lane.group.kind, lane.group.window = runs[0].scope.kind, runs[0].scope.window
         if medium == GPU:
             # vLLM's `kv_cache_report_mode: full` repeats what was announced before, from the first block on
             repeats = event.parent_block_hash is None and getattr(event, "session_id", None) is not None
@@ -315,8 +319,12 @@ class Ledger:
         if holding:
             event = _described(event, holding)
         else:
+            kind, window = lane.group.kind, lane.group.window
+            scope = _scope(scope.lora_id, scope.lora_name, kind, window)
             holding = [(block_hash, Run((block_hash,), None, b"", 0, None, None, scope))]
-            event = msgspec.structs.replace(event, block_hashes=[block_hash])
+            event = msgspec.structs.replace(
+                event, block_hashes=[block_hash], kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=window
+            )
         self._announce(event, holding, lane, told)
 
     def _announce(self, event: Any, holding: Holding, lane: Lane, told: list[object]) -> None:
@@ -422,6 +430,9 @@ class Ledger:
             return [Run(hashes, None, b"", 0, None, None, scope)]
         size = event.block_size
         if len(token_ids) != len(hashes) * size:
+            if scope.window and len(token_ids) > len(hashes) * size:
+                # Blocks that the window has left behind have tokens there, but no hash; which ones is not said
+                return [Run(hashes, None, b"", size, None, None, scope)]
             raise ValueError("tokens do not fill the blocks")
         tokens = array("I", token_ids).tobytes()
         extras = self._read_extras(event, medium)

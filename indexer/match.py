@@ -3,6 +3,9 @@
 As vLLM does it: the run of HBM blocks from the first, short of the last token (one must be computed); then whole
 chunks, from the chunk in which that run ends, as long as the chunk's *last* block is in the CPU tier, else in storage.
 Such a load may reach the last token, and must gain at least a chunk's worth of blocks.
+
+Where some layers attend to a sliding window, the HBM run is cut to end where the window before it is held; what lower
+tiers would serve is not counted then.
 """
 
 from __future__ import annotations
@@ -77,9 +80,30 @@ def match(index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency]) 
         keys = prompt.keys(group.block_size, index.roots.get(prompt.model, group.root))
         if keys:
             ends = walk(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result.gpu)
+            for member, windows in group.windows.items():
+                result.gpu[member] = _end_in_windows(index.masks, keys, result.gpu[member], windows)
             if ends or group.sharers:
                 _add_lower(group, ends, index.masks, keys, result)
     return result
+
+
+def _end_in_windows(masks: Mapping[int, int], keys: Sequence[int], end: int, windows: Sequence[tuple[int, int]]) -> int:
+    """The last place, at most `end`, where an HBM run may end: all windows that end there are held."""
+    tried = -1
+    while end != tried:
+        tried = end
+        for bit, blocks in windows:
+            end = _end_in_window(masks, keys, end, bit, blocks)
+    return end
+
+
+def _end_in_window(masks: Mapping[int, int], keys: Sequence[int], end: int, bit: int, blocks: int) -> int:
+    run = 0
+    for at in range(end - 1, -1, -1):
+        run = run + 1 if masks.get(keys[at], 0) & bit else 0
+        if run == blocks:
+            return at + blocks
+    return run
 
 
 def _add_lower(

@@ -62,6 +62,8 @@ class Group:
     """Member → its first stage below HBM that the walk knows."""
     below: dict[int, Sequence[Stage]] = field(default_factory=dict)
     """Member → all its stages below HBM, in order."""
+    windows: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """Member → where its HBM run may end (`Residency.windows`), if it has groups of sliding windows."""
     sharers: list[int] = field(default_factory=list)
     """Members with a store that others share. Its bit cannot tell the walk whose stage has ended, so those stages are
     no part of it."""
@@ -73,7 +75,11 @@ class Group:
     def enter(self, member: int, residency: Residency) -> None:
         stage: Stage | None = None
         below: list[Stage] = []
-        for tier in sorted(residency.tiers(), key=_rank, reverse=True):
+        tiers = residency.tiers()
+        if windows := residency.windows:
+            self.windows[member] = windows
+            tiers &= {"gpu"}
+        for tier in sorted(tiers, key=_rank, reverse=True):
             if residency.shares(tier):
                 below.append(Stage(member, tier, residency.bits(tier), None))
                 continue
@@ -120,7 +126,7 @@ def plan(index: PrefixIndex, residencies: Sequence[Residency]) -> Sequence[Group
 def _groups(candidates: Sequence[Residency]) -> Sequence[Group]:
     groups: dict[tuple[int, int, int], Group] = {}
     for i, residency in enumerate(candidates):
-        if residency.block_size:
+        if residency.block_size and residency.is_predictable:
             shape = (residency.block_size, residency.root, residency.blocks_per_chunk)
             groups.setdefault(shape, Group(*shape)).enter(i, residency)
     return list(groups.values())

@@ -2,7 +2,8 @@
 
 An event is indexed as far as its blocks' keys can be known: computed from its tokens where the event says all that goes
 into a key, looked up by hash where it does not (placeholders, CPU-tier events without extra keys), and kept aside where
-neither works yet (parking.py). Only what the engine can reuse as a prefix counts: groups of full attention.
+neither works yet (parking.py). What counts are groups of full attention; groups of sliding windows are followed in HBM,
+where they limit what can be reused. Of an engine with a group of any other kind no hit is expected.
 
 Nothing an engine sends raises here; what cannot be used is counted in `skipped`.
 """
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from math import gcd
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from indexer.hashes import HashKeys
 from indexer.keys import block_key, chain, root_key
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """`kv_cache_spec_kind`s whose blocks are reusable whenever all blocks before them are."""
+
+WINDOW_KIND = "sliding_window"
 
 MAX_GROUPS = 32
 MAX_SCOPES = 64
@@ -54,9 +59,11 @@ class Residency:
         """Its own, by tier and KV-cache group."""
         self._pools: dict[str, Pool] = {}
         """By tier, where it shares one."""
-        self._groups: dict[int, bool] = {}
-        """KV-cache group → is it indexed?"""
-        self._admitted: dict[tuple[str, int | None, str, str, int], Lane] = {}
+        self._window_lanes: dict[int, Lane] = {}
+        """In HBM, by KV-cache group."""
+        self._groups: dict[int, int | None] = {}
+        """KV-cache group → its window in tokens, 0 for full attention; None if it is not indexed."""
+        self._admitted: dict[tuple[str, int | None, str, int, str, int], Lane] = {}
         """What decides whether an event is indexed → its lane, for those that are."""
         self._parking = Parking()
         self.own_block_size = 0
@@ -160,6 +167,33 @@ class Residency:
         bits = self.bits(tier)
         return bool(bits) and self._index.masks.get(key, 0) & bits == bits
 
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """Where HBM's run may end: only behind so many blocks (second) that all have this bit (first; 0 = none has),
+        for each group of sliding-window attention."""
+        lanes, size = self._window_lanes, self.block_size
+        return [
+            (lanes[group].bit if group in lanes else 0, max(1, -(-(window - 1) // size)))
+            for group, window in self._all_groups().items()
+            if window and size
+        ]
+
+    @property
+    def is_predictable(self) -> bool:
+        """Is every group that the engine needs for a hit indexed? Groups are numbered from 0, so one that no event has
+        told of yet shows as a gap."""
+        groups = self._all_groups()
+        known = {*groups, *(group for pool in self._pools.values() for group in pool.lanes)}
+        return None not in groups.values() and all(group in known for group in range(len(known)))
+
+    def _all_groups(self) -> dict[int, int | None]:
+        """With those that only others have told of who share a store with it: they run the same model."""
+        groups: dict[int, int | None] = {}
+        for pool in self._pools.values():
+            for member in pool.members:
+                groups |= member._groups
+        return groups | self._groups
+
     def held(self, tier: str) -> int:
         """Blocks in a tier; of several groups, the group's with fewest."""
         return min((lane.held for lane in self._tier_lanes(tier)), default=0)
@@ -212,13 +246,18 @@ class Residency:
         for name, lane in gone.items():
             del self._lanes[name]
             self._index.close_lane(lane)
+        windows = list(self._window_lanes.values()) if wanted is None or "gpu" in wanted else []
+        if windows:
+            self._window_lanes.clear()
+        for lane in windows:
+            self._index.close_lane(lane)
         self.lanes_changed()
         if wanted is None:
             self._parking.clear()
             self.own_hashes = HashKeys(self._is_held)
             self._learned_chunk = 0
-        elif gone and self._parking:
-            self._parking.forget(gone.values())
+        elif self._parking and (gone or windows):
+            self._parking.forget([*gone.values(), *windows])
         for tier in self._pools.keys() & (wanted or ()):
             self._pools[tier].clear()
 
@@ -239,6 +278,9 @@ class Residency:
             self._index.forget(self)
 
     def _store(self, event: BlockStored) -> None:
+        if event.kind == WINDOW_KIND and len(event.tokens) > 4 * event.block_size * len(event.hashes):
+            # vLLM gives the tokens of blocks that the window has left behind too, but not their hashes
+            event = replace(event, tokens=b"")
         lane = self._admit(event)
         if lane is None:
             return
@@ -325,6 +367,8 @@ class Residency:
     def _remove(self, event: BlockRemoved) -> None:
         pool, group = self._pools.get(event.tier), event.group or 0
         lane = self._lanes.get((event.tier, group)) if pool is None else pool.lanes.get(group)
+        if event.tier == "gpu" and group in self._window_lanes:
+            lane = self._window_lanes[group]
         if lane is None:
             self.skipped_removals += 1
             return
@@ -350,7 +394,7 @@ class Residency:
         if event.tokens and len(event.tokens) != 4 * event.block_size * len(event.hashes):
             self.skipped["tokens_do_not_fill_blocks"] += 1
             return None
-        scope = (event.tier, event.group, event.kind, event.lora_name, event.block_size if event.tokens else 0)
+        scope = (event.tier, event.group, event.kind, event.window, event.lora_name, _size(event))
         lane = self._admitted.get(scope)
         if lane is None:
             lane = self._examine(event)
@@ -365,7 +409,7 @@ class Residency:
         problem = self._problem(event)
         lane = None
         if not problem:
-            if event.tokens:
+            if _size(event):
                 self._learn_block_size(event)
             lane = self._lane(event.tier, event.group or 0)
         if lane is None:
@@ -374,12 +418,12 @@ class Residency:
 
     def _problem(self, event: BlockStored) -> str:
         """Why events like this one are not indexed; "" if they are."""
-        indexed = self._is_prefix_cache(event)
-        if not indexed:
-            return "unknown_group" if indexed is None else "not_a_prefix_cache"
+        problem = self._group_problem(event)
+        if problem:
+            return problem
         if event.lora_name and self._index.root(event.lora_name) is None:
             return "too_many_models"
-        if event.tokens and event.block_size != self.own_block_size and not self._may_resize(event.tier):
+        if _size(event) not in (0, self.own_block_size) and not self._may_resize(event.tier):
             return "other_block_size"
         return ""
 
@@ -389,21 +433,28 @@ class Residency:
             return not any(lane.held for lane in self._tier_lanes("gpu"))
         return not self._sized_by_hbm and not any(lane.held for lane in self._lanes.values())
 
-    def _is_prefix_cache(self, event: BlockStored) -> bool | None:
-        """None if the event names a group whose kind no event has told yet."""
-        says = event.kind in PREFIX_KINDS if event.kind else None
-        if event.group is None:
-            return says is not False
-        if says is not None and (event.group in self._groups or len(self._groups) < MAX_GROUPS):
-            if self._groups.get(event.group) is not says:
-                self._admitted.clear()
-            self._groups[event.group] = says
-        return self._groups.get(event.group)
+    def _group_problem(self, event: BlockStored) -> str:
+        group, window = event.group, _window(event)
+        if group is None:
+            return "" if not event.kind or window == 0 else "not_a_prefix_cache"
+        if event.kind and (group in self._groups or len(self._groups) < MAX_GROUPS):
+            if group not in self._groups or self._groups[group] != window:
+                self.lanes_changed()
+                self._index.changed()
+            self._groups[group] = window
+        if group not in self._groups:
+            return "unknown_group"
+        window = self._groups[group]
+        return "" if window == 0 or (window and event.tier == "gpu") else "not_a_prefix_cache"
 
     def _lane(self, tier: str, group: int) -> Lane | None:
         pool = self._pools.get(tier)
         if pool is not None:
             return pool.lane(group)
+        if self._groups.get(group):
+            if group not in self._window_lanes and (lane := self._index.open_lane(tier)):
+                self._window_lanes[group] = lane
+            return self._window_lanes.get(group)
         lane = self._lanes.get((tier, group)) or self._index.open_lane(tier)
         if lane is not None:
             self._lanes[tier, group] = lane
@@ -415,7 +466,8 @@ class Residency:
 
     def _learn_block_size(self, event: BlockStored) -> None:
         if event.block_size != self.own_block_size:
-            self.clear([tier for (tier, _), lane in self._lanes.items() if lane.held])  # in blocks of another size
+            sized = [tier for (tier, _), lane in self._lanes.items() if lane.held]
+            self.clear([*sized, *(["gpu"] if self._window_lanes else [])])  # in blocks of another size
             self.own_block_size = event.block_size
             self._index.changed()
         self._sized_by_hbm = self._sized_by_hbm or event.tier == "gpu"
@@ -464,7 +516,20 @@ class Residency:
 
     def _is_held(self, key: int) -> bool:
         mask = self._index.masks.get(key, 0)
-        return any(mask & lane.bit for tier in self.tiers() for lane in self._tier_lanes(tier))
+        lanes = [lane for tier in self.tiers() for lane in self._tier_lanes(tier)]
+        return any(mask & lane.bit for lane in (*lanes, *self._window_lanes.values()))
+
+
+def _size(event: BlockStored) -> int:
+    """Tokens a block; 0 where the event does not describe its blocks, and its size may mean anything."""
+    return event.block_size if event.tokens or event.kind == WINDOW_KIND else 0
+
+
+def _window(event: BlockStored) -> int | None:
+    """Of the event's group, in tokens; 0 for full attention; None if it is of a kind that is not indexed."""
+    if event.kind == WINDOW_KIND:
+        return event.window or None
+    return 0 if event.kind in PREFIX_KINDS else None
 
 
 def _says_all(event: BlockStored) -> bool:

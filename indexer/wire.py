@@ -67,6 +67,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     group: int | None = None
     kind: str = ""
     """`kv_cache_spec_kind`; "" = not said."""
+    window: int = 0
+    """Of sliding-window attention, in tokens; 0 = not said."""
     repeats: bool = False
     """May announce blocks again that it has announced before, without a second copy existing (vLLM's
     `kv_cache_report_mode: full` re-sends the hit prefix from its first block, with the session's id)."""
@@ -223,6 +225,7 @@ class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=Fals
             extras,
             self.group_idx,
             self.kv_cache_spec_kind or "",
+            max(0, self.kv_cache_spec_sliding_window or 0),
             parent is None and session_id is not None,
         )
 

@@ -55,6 +55,27 @@ def test_events_of_hbm_pass_as_they_are() -> None:
     assert [id(event) for event in told] == [id(event) for event in events]
 
 
+def test_blocks_in_a_window_are_held_though_more_tokens_than_theirs_are_told() -> None:
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
+    event = stored("abcd", **window)
+    event = msgspec.structs.replace(event, block_hashes=event.block_hashes[2:], extra_keys=[None] * 2)
+    ledger = Ledger()
+    assert ledger.apply([event, stored("abcd", group_idx=1)])[0] is event
+    assert ledger.odd == 0
+    [again, _] = told_again(ledger)
+    assert again == stored("cd", **window, token_ids=[], parent_block_hash=None, extra_keys=None)
+    ledger.apply([removed("cd")])
+    assert [event.group_idx for event in told_again(ledger)] == [1]
+
+
+def test_a_placeholder_of_an_unknown_block_gets_the_kind_of_its_group() -> None:
+    ledger = Ledger()
+    ledger.apply([stored("ab", kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=4), removed("ab")])
+    [told] = ledger.apply([placeholder("x")])
+    assert (told.kv_cache_spec_kind, told.kv_cache_spec_sliding_window) == ("sliding_window", 4)
+    assert told_again(ledger) == [told]
+
+
 def test_a_placeholder_gets_all_that_was_said_of_its_hash() -> None:
     ledger = Ledger()
     keys = [["sql", "salt"], ["sql"]]
@@ -89,7 +110,8 @@ def test_what_is_known_of_lost_blocks_is_bounded() -> None:
     ledger.apply([stored("a"), removed("a")])
     for number in range(1000, 1000 + REMEMBERED):
         ledger.apply([stored(chr(number)), removed(chr(number))])
-    assert ledger.apply([placeholder("a")]) == [placeholder("a")]
+    [told] = ledger.apply([placeholder("a")])
+    assert (told.block_hashes, told.token_ids) == ([97], [])
 
 
 def test_groups_are_kept_apart() -> None:

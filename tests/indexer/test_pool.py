@@ -168,6 +168,19 @@ def test_groups_of_layers_must_all_have_a_block(fleet):
     assert b.held("storage") == 3
 
 
+def test_who_has_told_nothing_yet_needs_the_groups_that_the_others_need(index):
+    a, b = [index.publisher(name) for name in "ab"]
+    for pod in (a, b):
+        pod.told(STORE)
+    full = {"kind": "full_attention", "group": 1}
+    a.apply([stored(4, **full)])
+    assert storage([a, b]) == [0, 0]  # the first group may be of any kind
+    a.apply([stored(4, **full, tier="gpu"), stored(4, group=0, kind="sliding_window", window=9, tier="gpu")])
+    assert runs([a, b]) == [(4, 0, 0), (0, 0, 0)]
+    a.close()
+    assert storage([b]) == [0]
+
+
 # --- who comes and goes
 
 

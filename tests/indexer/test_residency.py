@@ -429,6 +429,97 @@ def test_own_names_are_forgotten_with_their_blocks(index, pod, monkeypatch):
     assert index.known_hashes == 3
 
 
+# --- sliding windows, and what is not known at all
+
+WINDOW = {"kind": "sliding_window", "window": 2 * SIZE + 1, "group": 0}
+"""Two blocks must be held before the place where a hit ends."""
+FULL = {"kind": "full_attention", "group": 1}
+
+
+def test_a_hit_ends_where_the_window_before_it_is_held(pod):
+    pod.apply([stored(6, **WINDOW), stored(6, **FULL)])
+    assert runs(pod) == (6, 0, 0)
+    pod.apply([removed(3, group=0)])
+    assert runs(pod, 6) == (6, 0, 0)
+    assert [runs(pod, blocks)[0] for blocks in range(1, 6)] == [0, 0, 0, 0, 5]
+    pod.apply([removed(1, start=4, group=0), stored(2, **WINDOW)])
+    assert runs(pod) == (2, 0, 0)
+    pod.apply([removed(1, start=1, group=0)])
+    assert runs(pod) == (1, 0, 0)  # nothing is before the first block
+    pod.apply([removed(1, group=1)])
+    assert runs(pod) == (0, 0, 0)
+
+
+def test_every_window_must_be_held(pod):
+    longer = WINDOW | {"window": 3 * SIZE + 1, "group": 2}
+    pod.apply([stored(6, **WINDOW), stored(6, **FULL), stored(6, **longer)])
+    pod.apply([removed(1, start=4, group=0), removed(1, group=2)])
+    assert runs(pod) == (4, 0, 0)
+    pod.apply([removed(1, start=3, group=2)])
+    assert runs(pod) == (0, 0, 0)
+
+
+def test_vllm_tells_the_tokens_of_blocks_behind_the_window_but_not_their_hashes(pod):
+    pod.apply([stored(6, **WINDOW, hashes=names(2, 4)), stored(6, **FULL)])
+    assert not pod.skipped
+    assert (runs(pod), pod.parked) == ((6, 0, 0), 0)
+    assert runs(pod, 5) == (0, 0, 0)
+    pod.apply([removed(1, start=5, group=0)])
+    assert runs(pod) == (0, 0, 0)
+
+
+def test_windows_are_forgotten_with_hbm(pod, index):
+    pod.apply([stored(3, **WINDOW), stored(3, **FULL), stored(3, tier="cpu", extras={}, **FULL)])
+    pod.apply([BlocksCleared(("gpu",))])
+    assert runs(pod) == (0, 0, 0)
+    pod.apply([stored(3, **FULL)])
+    assert runs(pod) == (0, 0, 0)
+    pod.apply([stored(3, **WINDOW)])
+    assert runs(pod) == (3, 0, 0)
+    pod.close()
+    while index.sweep():
+        pass
+    assert (len(index), index.known_hashes) == (0, 0)
+
+
+def test_below_hbm_windows_are_not_known_so_nothing_is_expected_there(pod):
+    pod.apply([stored(4, **WINDOW), stored(2, **FULL)])
+    pod.apply([stored(4, tier="cpu", extras={}, **kind) for kind in (WINDOW, FULL)])
+    assert runs(pod) == (2, 0, 0)
+    assert pod.skipped == {"not_a_prefix_cache": 1}
+
+
+@pytest.mark.parametrize("first", ["full", "window"])
+@pytest.mark.parametrize("hashes", [names(8), names(4)], ids=["all told", "some behind the window"])
+def test_of_a_window_in_blocks_of_another_size_nothing_is_known(pod, hashes, first):
+    window = stored(4, **WINDOW, block_size=SIZE // 2, hashes=hashes)
+    pod.apply([stored(4, **FULL), window] if first == "full" else [window, stored(4, **FULL)])
+    pod.apply([window])
+    assert runs(pod) == (0, 0, 0)
+
+
+def test_a_step_may_leave_all_its_blocks_behind_the_window(pod):
+    pod.apply([stored(4, **WINDOW), stored(4, **FULL), stored(2, start=4, **WINDOW, hashes=[])])
+    assert not pod.skipped
+    assert runs(pod) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "unknown"])
+def test_an_engine_that_needs_a_group_of_unknown_rules_is_not_expected_to_hit(pod, kind):
+    full = FULL | {"group": 0}
+    pod.apply([stored(4, **full), stored(4, tier="cpu", extras={}, **full)])
+    assert runs(pod, 3) == (3, 0, 0)
+    pod.apply([stored(4, kind=kind, group=1)])
+    assert runs(pod) == (0, 0, 0)
+
+
+def test_a_group_that_no_event_has_told_of_may_be_of_any_kind(pod):
+    pod.apply([stored(4, **FULL)])
+    assert runs(pod) == (0, 0, 0)
+    pod.apply([stored(3, **FULL | {"group": 0})])
+    assert runs(pod) == (3, 0, 0)
+
+
 # --- sizes, groups, kinds
 
 
@@ -505,7 +596,7 @@ def test_a_group_without_a_kind_is_what_it_was_before(pod):
     pod.apply([stored(2, kind="mamba", group=1), placeholder(*names(2), group=1)])
     assert pod.skipped == {"unknown_group": 1, "not_a_prefix_cache": 2}
     pod.apply([removed(2, group=0), removed(2, group=1, tier="cpu")])
-    assert runs(pod) == (0, 2, 0)
+    assert (pod.held("gpu"), pod.held("cpu")) == (0, 2)
 
 
 def test_a_group_may_turn_out_to_be_of_another_kind(pod):
@@ -563,7 +654,7 @@ small = st.integers(0, 6)
 hashes = st.lists(small, max_size=4)
 tiers = st.sampled_from(["gpu", "cpu", "storage", "cxl"])
 groups = st.none() | st.integers(0, 2)
-kinds = st.sampled_from(["", "full_attention", "mamba"])
+kinds = st.sampled_from(["", "full_attention", "mamba", "sliding_window"])
 any_event = (
     st.builds(
         BlockStored,
@@ -576,6 +667,7 @@ any_event = (
         extras=st.none() | st.just({}) | st.dictionaries(small, st.binary(max_size=2), max_size=2),
         group=groups,
         kind=kinds,
+        window=st.sampled_from([0, 1, 5]),
         repeats=st.booleans(),
     )
     | st.builds(BlockRemoved, hashes=hashes, tier=tiers, group=groups)

@@ -53,6 +53,7 @@ EXPECTED = BlockStored(
     extras={0: encode_extras(["salt"])},
     group=1,
     kind="full_attention",
+    window=128,
 )
 REMOVED = {"type": "BlockRemoved", "block_hashes": [11], "medium": "GPU", "group_idx": 0}
 

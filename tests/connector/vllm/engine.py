@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import vllm
 import zmq
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from .ports import free_port
@@ -28,43 +29,46 @@ END = b"\xff" * 8
 
 
 class Engine:
-    """A vLLM engine with our connector, and a subscriber to its events."""
+    """A vLLM engine with our connector, and a subscriber to its events; `settings` replace those of the engine."""
 
-    def __init__(self, model: Path, storage: Path) -> None:
+    def __init__(self, model: Path, storage: Path, **settings: Any) -> None:
         ports = free_port(), free_port()
         self.storage = storage
         self.inner = LLMEngine.from_engine_args(
             vllm.EngineArgs(
-                model=str(model),
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                dtype="bfloat16",
-                enforce_eager=True,
-                max_model_len=512,
-                max_num_seqs=4,
-                max_num_batched_tokens=512,
-                block_size=BLOCK,
-                num_gpu_blocks_override=HBM_BLOCKS,
-                kv_cache_memory_bytes=64 << 20,
-                disable_log_stats=False,
-                kv_events_config={
-                    "enable_kv_cache_events": True,
-                    "endpoint": f"tcp://*:{ports[0]}",
-                    "replay_endpoint": f"tcp://*:{ports[1]}",
-                    "topic": "kv@test@tiny",
-                },
-                kv_transfer_config={
-                    "kv_connector": "TieredOffloadingConnector",
-                    "kv_connector_module_path": "connector.vllm",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {
-                        "spec_name": "TieringOffloadingSpec",
-                        "cpu_bytes_to_use": CPU_CHUNKS * BLOCKS_PER_CHUNK * BLOCK_BYTES,
-                        "blocks_per_chunk": BLOCKS_PER_CHUNK,
-                        "secondary_tiers": [{"type": "fs", "root_dir": str(storage), "n_read_threads": 1}],
-                        "tierpick": {"heartbeat_s": 0.2, "removal_scan_per_s": 2000},
+                **{
+                    "model": str(model),
+                    "skip_tokenizer_init": True,
+                    "load_format": "dummy",
+                    "dtype": "bfloat16",
+                    "enforce_eager": True,
+                    "max_model_len": 512,
+                    "max_num_seqs": 4,
+                    "max_num_batched_tokens": 512,
+                    "block_size": BLOCK,
+                    "num_gpu_blocks_override": HBM_BLOCKS,
+                    "kv_cache_memory_bytes": 64 << 20,
+                    "disable_log_stats": False,
+                    "kv_events_config": {
+                        "enable_kv_cache_events": True,
+                        "endpoint": f"tcp://*:{ports[0]}",
+                        "replay_endpoint": f"tcp://*:{ports[1]}",
+                        "topic": "kv@test@tiny",
                     },
-                },
+                    "kv_transfer_config": {
+                        "kv_connector": "TieredOffloadingConnector",
+                        "kv_connector_module_path": "connector.vllm",
+                        "kv_role": "kv_both",
+                        "kv_connector_extra_config": {
+                            "spec_name": "TieringOffloadingSpec",
+                            "cpu_bytes_to_use": CPU_CHUNKS * BLOCKS_PER_CHUNK * BLOCK_BYTES,
+                            "blocks_per_chunk": BLOCKS_PER_CHUNK,
+                            "secondary_tiers": [{"type": "fs", "root_dir": str(storage), "n_read_threads": 1}],
+                            "tierpick": {"heartbeat_s": 0.2, "removal_scan_per_s": 2000},
+                        },
+                    },
+                }
+                | settings
             )
         )
         self.core = self.inner.engine_core.engine_core
@@ -79,10 +83,24 @@ class Engine:
         self.messages: list[tuple[int, Batch]] = []
         self.wait_for(lambda: self.messages)  # the first heartbeat: subscribed
 
-    def add(self, tokens: Sequence[int], max_tokens: int = 1, **prompt: Any) -> str:
+    def add(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        adapter: LoRARequest | None = None,
+        hbm_only: bool = False,
+        **prompt: Any,
+    ) -> str:
         request = str(next(self._ids))
-        params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self.inner.add_request(request, {"prompt_token_ids": list(tokens), **prompt}, params)
+        params = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"max_load_tokens": 0}} if hbm_only else None,
+        )
+        self.inner.add_request(request, {"prompt_token_ids": list(tokens), **prompt}, params, lora_request=adapter)
         return request
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -97,8 +115,9 @@ class Engine:
             after_step()
         return answers
 
-    def complete(self, tokens: Sequence[int], max_tokens: int = 1, **prompt: Any) -> tuple[tuple[int, ...], int]:
-        request = self.add(tokens, max_tokens, **prompt)
+    def complete(self, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> tuple[tuple[int, ...], int]:
+        """`more`: as for `add`."""
+        request = self.add(tokens, max_tokens, **more)
         return self.run()[request]
 
     def read(self, seconds: float = 0.0) -> None:
@@ -128,10 +147,14 @@ class Engine:
 
     def snapshot(self) -> tuple[int, Copies]:
         """What the engine says it holds, and as of which message."""
+        number, batches = self.snapshot_parts()
+        return number, copies(batches)
+
+    def snapshot_parts(self) -> tuple[int, list[Batch]]:
         self._ask()  # what is queued for the publisher now is in the answer to whoever asks once this is answered
         return self._ask()
 
-    def _ask(self) -> tuple[int, Copies]:
+    def _ask(self) -> tuple[int, list[Batch]]:
         with self._context.socket(zmq.DEALER) as asker:
             asker.connect(f"tcp://127.0.0.1:{self._replay_port}")
             asker.send_multipart([b"", struct.pack(">Q", 2**64 - 1)])
@@ -144,7 +167,7 @@ class Engine:
                 parts.append((int.from_bytes(frames[2], "big"), msgspec.msgpack.decode(frames[3])))
         assert parts
         assert len({number for number, _ in parts}) == 1
-        return parts[0][0], copies(batch for _, batch in parts)
+        return parts[0][0], [batch for _, batch in parts]
 
     def heard(self, number: int) -> Copies:
         """What a subscriber to all messages up to `number` takes for held."""

@@ -101,6 +101,11 @@ class Engine:
     def url(self) -> str:
         return f"http://{self.address}"
 
+    @property
+    def pid(self) -> int:
+        """Of the process that leads its group; 0 = not running."""
+        return self._child.pid if self._child else 0
+
     async def start(self, http: aiohttp.ClientSession) -> None:
         """Until it serves. Raises `PartFailed`, with the end of what it printed."""
         self._starts += 1

@@ -19,14 +19,14 @@ from epp.toolbox.demo import fleet as demo
 from epp.toolbox.demo.picker_config import write_picker_config
 from epp.toolbox.processes import Children, free_ports, tail
 
-from ..envoy.chain import Chain, Reply, until
+from ..envoy.chain import Chain, Reply
 from . import tiny_model
 from .engines import HOST, Engine, Kind
 from .forwarder import Forwarder
+from .rest import until_at_rest
 from .traffic import Ask, Traffic
 
 REPLICAS = 2
-QUIET_S = 0.01
 POLL_S = 0.004
 RECENT = 5
 """Decisions among which one that has just been made is looked for."""
@@ -141,14 +141,10 @@ class Fleet:
         return next(feed for feed in feeds if feed["endpoint"] == engine.address)
 
     async def quiet(self) -> None:
-        """Until the picker has heard nothing for `QUIET_S`: an engine ends its copies to CPU RAM, and tells of them,
-        about a step after the answer."""
-
-        async def silent() -> bool | None:
-            feeds = (await self.chain.page("/debug/feeds"))["feeds"]
-            return all((feed["heard_seconds_ago"] or QUIET_S) >= QUIET_S for feed in feeds) or None
-
-        await until(silent, poll_s=POLL_S)
+        """Until the picker has heard all there is to hear: an engine ends its copies to CPU RAM, and tells of them, a
+        step or so after the answer."""
+        groups = [engine.pid for engine in self.engines if engine.pid]
+        await until_at_rest([*groups, self.chain.picker.pid])
 
     def tails(self) -> str:
         """The end of every log, for a person who asks what went wrong."""

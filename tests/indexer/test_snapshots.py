@@ -50,7 +50,12 @@ class Engine:
         )
         assert self.publisher.replay_endpoint is not None
         self.address = FeedAddress(self.publisher.endpoint, self.publisher.replay_endpoint, "kv@")
-        self.messages = 0
+
+    @property
+    def last_number(self) -> int:
+        """Of what has been published until now, heartbeats included."""
+        assert self.publisher.flush(10)
+        return self.publisher._journal._next - 1
 
     @property
     def ports(self) -> str:
@@ -58,7 +63,6 @@ class Engine:
 
     def publish(self, *events: Any) -> None:
         self.publisher.publish(events)
-        self.messages += 1
 
     def prompt(self, blocks: int = PROMPT, *, parent: int | None = None, salt: str = "") -> BlockStored:
         rng = self.rng
@@ -128,7 +132,7 @@ class Picker:
         return feed
 
     async def caught_up(self, feed: Feed, engine: Engine) -> None:
-        last = engine.messages - 1
+        last = engine.last_number
         await until(lambda: feed.state is State.LIVE and feed.stream.last_seq >= last)
 
     async def warm(self, engine: Engine, prompts: int) -> Feed:

@@ -14,27 +14,9 @@ from connector.events import CPU, GPU, STORAGE, AllBlocksCleared, BlockStored, L
 from connector.events import encode_batch as encode
 from connector.journal import About, Journal
 
-from .walk import CHUNK, Walk, steps
+from .walk import CHUNK, StockCleared, StockStored, Walk, steps
 
 # --- vLLM's own structs, as a consumer in Python declares them
-
-
-class BlockStoredOfVllm(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemovedOfVllm(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
@@ -45,13 +27,9 @@ class BlockRemovedOfVllm(msgspec.Struct, omit_defaults=True, tag="BlockRemoved")
     ownership: str | None = None
 
 
-class AllBlocksClearedOfVllm(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
-    pass
-
-
 class BatchOfVllm(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
-    events: list[BlockStoredOfVllm | BlockRemovedOfVllm | AllBlocksClearedOfVllm]
+    events: list[StockStored | BlockRemovedOfVllm | StockCleared]
     data_parallel_rank: int | None = None
 
 
@@ -154,7 +132,7 @@ def test_the_test_of_harmlessness_would_notice_harm() -> None:
 
 def test_without_notes_a_payload_is_what_vllm_sends() -> None:
     event = BlockStored([1], None, [5, 6], 2, None, "GPU", None, extra_keys=[None], group_idx=0)
-    batch = BatchOfVllm(2.0, [BlockStoredOfVllm([1], None, [5, 6], 2, None, "GPU", None, [None], 0)], 0)
+    batch = BatchOfVllm(2.0, [StockStored([1], None, [5, 6], 2, None, "GPU", None, [None], 0)], 0)
     assert encode([event], 2.0) == msgspec.msgpack.encode(batch)
 
 

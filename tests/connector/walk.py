@@ -41,8 +41,8 @@ class Copies(dict[str, "Counter[int | bytes]"]):
 class StockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
     """As vLLM has it, and not ours."""
 
-    block_hashes: list[Any]
-    parent_block_hash: Any
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -52,7 +52,10 @@ class StockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
     session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class StockCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):

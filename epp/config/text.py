@@ -29,8 +29,10 @@ class _Loader(yaml.CSafeLoader):
 
 
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|(?:0|[1-9][0-9_]*))$")
+# there must be one way only to read a row of digits: with two, a long one that is no number takes its length squared
 _FLOAT = re.compile(
-    r"(?:[-+]?(?:[0-9][0-9_]*)?\.?[0-9]+(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+\.|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    r"(?:[-+]?(?:[0-9]+(?:_+[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9]+\.|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
@@ -56,7 +58,7 @@ def _construct(loader: _Loader) -> Any:
         if node is None:
             return None
         problems: list[str] = []
-        _check_keys(node, problems, set())
+        _check(node, loader, problems, set())
         if problems:
             raise ConfigError(problems)
         return loader.construct_document(node)
@@ -64,14 +66,19 @@ def _construct(loader: _Loader) -> Any:
         loader.dispose()
 
 
-def _check_keys(node: yaml.Node, problems: list[str], visited: set[int]) -> None:
-    if id(node) in visited or isinstance(node, yaml.ScalarNode):
+def _check(node: yaml.Node, loader: _Loader, problems: list[str], visited: set[int]) -> None:
+    """Keys, and tags: one that is written out may only say what goes without saying, or that it is text."""
+    if id(node) in visited:
         return
     visited.add(id(node))
+    if node.tag not in (_STRING, _MERGE, _own_tag(node, loader)):
+        problems.append(f"not valid YAML: line {node.start_mark.line + 1}: a value is not what its tag says")
+    if isinstance(node, yaml.ScalarNode):
+        return
     seen: set[str] = set()
     for item in node.value:
         if not isinstance(node, yaml.MappingNode):
-            _check_keys(item, problems, visited)
+            _check(item, loader, problems, visited)
             continue
         key, value = item
         line = key.start_mark.line + 1
@@ -81,7 +88,12 @@ def _check_keys(node: yaml.Node, problems: list[str], visited: set[int]) -> None
             problems.append(f'line {line}: duplicate key "{key.value}"')
         else:
             seen.add(key.value)
-        _check_keys(value, problems, visited)
+        _check(value, loader, problems, visited)
+
+
+def _own_tag(node: yaml.Node, loader: _Loader) -> object:
+    """Of a node like this without a tag."""
+    return loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
 
 
 def _bound(value: Any, depth: int, left: list[int]) -> None:
@@ -89,6 +101,8 @@ def _bound(value: Any, depth: int, left: list[int]) -> None:
     left[0] -= 1
     if depth < 0 or left[0] < 0:
         raise ConfigError(["the configuration is nested too deeply, or its anchors expand to too much"])
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ConfigError(["a number in the configuration has more than 64 bits"])
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for child in children:
         _bound(child, depth - 1, left)

@@ -118,7 +118,8 @@ class Exchange:
         if self._body_bytes > self._max_request_bytes:
             limit = f"the request body is larger than the limit of {self._max_request_bytes} bytes"
             return self._refuse(ev.PickRefused(Refusal(Code.PayloadTooLarge, limit)))
-        self._body.append(event.data)
+        if event.data:
+            self._body.append(event.data)
         # a buffered body is whole even without the end flag: trailers follow then, and those are not sent to us
         if event.end_of_stream or self.request_mode is BodyMode.BUFFERED:
             return self._pick(ev.RequestBody)

@@ -77,6 +77,8 @@ def _without_billing_line(text: str) -> str:
 def _assistant_fields(out: Message, message: Mapping[str, Any]) -> None:
     calls = message.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise Unrenderable("tool call")
         out["tool_calls"] = [_tool_call(call) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:

@@ -22,7 +22,10 @@ from epp.requests.tokenizer import Plan, Tokenizer, Untokenisable
 INLINE_COST = 24_000
 """Plain ASCII characters that may be encoded on the event loop: one to two milliseconds."""
 RENDER_INLINE_BYTES = 1 << 20
-"""Chats in larger bodies are rendered in a thread."""
+RENDER_INLINE_PIECES = 1024
+"""Chats in larger bodies, or of more pieces, are rendered in a thread."""
+MAX_CHARS = 8 << 20
+"""Of a request's texts. Nothing longer is encoded in time, and each may take a hundred bytes until it is."""
 THREADS = 2
 QUEUE = 64
 """Requests that may be in the hands of the threads at once."""
@@ -84,7 +87,7 @@ class LocalTokens:
         if model is None:
             request.unscored = "no tokenizer for this model"
             return None
-        if len(request.body) > RENDER_INLINE_BYTES and isinstance(request.prompts[0], ChatPrompt):
+        if _takes_long(request):
             return self._later(request, self._render_and_tokenise(request, model))
         try:
             plans = self._plans(request, model, [model.written(prompt) for prompt in request.prompts])
@@ -98,6 +101,8 @@ class LocalTokens:
         return None
 
     def _plans(self, request: InferenceRequest, model: Model, texts: Sequence[str | bytes]) -> list[Plan]:
+        if sum(len(text) for text in texts if isinstance(text, str)) > MAX_CHARS:
+            raise Untokenisable("prompt too long")
         special = request.add_special_tokens
         return [model.plan(prompt, text, special) for prompt, text in zip(request.prompts, texts, strict=True)]
 
@@ -125,3 +130,11 @@ class LocalTokens:
 
     def _in_thread(self, function: Callable[[A], R], argument: A) -> Awaitable[R]:
         return asyncio.get_running_loop().run_in_executor(self._pool, function, argument)
+
+
+def _takes_long(request: InferenceRequest) -> bool:
+    """To render."""
+    prompt = request.prompts[0]
+    if not isinstance(prompt, ChatPrompt):
+        return False
+    return len(request.body) > RENDER_INLINE_BYTES or prompt.pieces > RENDER_INLINE_PIECES

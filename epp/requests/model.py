@@ -16,6 +16,8 @@ class ChatPrompt:
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     """`chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`, `documents`, `chat_template`,
     `reasoning_effort` …, as sent; absent ones absent."""
+    pieces: int = field(default=1, compare=False)
+    """Messages, parts of messages, tools, … : what rendering takes time for."""
 
 
 Prompt = str | bytes | ChatPrompt

@@ -21,6 +21,9 @@ from epp.requests.model import ChatPrompt, InferenceRequest, Prompt
 
 NO_MODEL: Final = "model not found in request body"
 NO_PROMPT: Final = "invalid completions request: must have prompt field"
+MAX_PROMPTS = 4096
+MAX_PIECES = 1 << 15
+"""Of a chat: messages and all that templates may loop over besides."""
 NO_MESSAGES: Final = "invalid chat completions request: must have valid messages field"
 
 _ABSENT = Raw(b"")
@@ -34,12 +37,17 @@ class _Common(msgspec.Struct, gc=False):
     max_tokens: Any = None
     add_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    lora_path: Any = None
+    extra_key: Any = None
     kv_transfer_params: Raw = _ABSENT
 
 
 class _Completion(_Common, gc=False):
     prompt: Raw = _ABSENT
     prompt_embeds: Raw = _ABSENT
+    logprobs: Any = None
 
 
 class _Chat(_Common, gc=False):
@@ -89,10 +97,21 @@ def parse_chat(request: InferenceRequest) -> None:
     unscored = _check_messages(body.messages)
     if body.tools is not None and not isinstance(body.tools, list):
         raise bad_request("invalid chat completions request: tools must be an array")
+    pieces = _pieces(body)
+    if pieces > MAX_PIECES:
+        unscored = "too many messages"
     request.unscored = request.unscored or unscored
     if request.unscored in ("", MULTIMODAL):
         fields = {name: value for name in _TEMPLATE_FIELDS if (value := getattr(body, name)) is not UNSET}
-        request.prompts = (ChatPrompt(body.messages, body.tools, fields),)
+        request.prompts = (ChatPrompt(body.messages, body.tools, fields, pieces),)
+
+
+def _pieces(body: _Chat) -> int:
+    """Once the messages are checked."""
+    lists = [body.messages, body.tools, body.documents]
+    for message in body.messages:
+        lists += (message.get("content"), message.get("tool_calls"))
+    return sum(len(values) for values in lists if isinstance(values, list))
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
@@ -145,6 +164,21 @@ def _common(request: InferenceRequest, body: _Common, limits: tuple[Any, ...]) -
         request.unscored = "truncate_prompt_tokens"
     elif body.kv_transfer_params is not _ABSENT and b"prompt_token_ids" in bytes(body.kv_transfer_params):
         request.unscored = "kv_transfer_params"
+    elif _wants_prompt_logprobs(body):
+        request.unscored = "prompt_logprobs"
+    elif body.lora_path is not None:  # SGLang's ways to ask for a cache of its own, of which its events do not tell
+        request.unscored = "lora_path"
+    elif body.extra_key is not None:
+        request.unscored = "extra_key"
+
+
+def _wants_prompt_logprobs(body: _Common) -> bool:
+    """To have them the engine computes every token, whatever its cache holds."""
+    if body.prompt_logprobs is not None:
+        return True
+    if body.echo in (None, False):
+        return False
+    return isinstance(body, _Chat) or (isinstance(body, _Completion) and body.logprobs is not None)
 
 
 def _special_tokens(request: InferenceRequest, value: Any) -> None:
@@ -191,9 +225,12 @@ def _prompt_list(raw: Raw) -> tuple[tuple[Prompt, ...], str]:
     if first == b'"':
         prompts = tuple(_decode_prompt(_texts_decoder, raw))
     elif first == b"[":
-        prompts = tuple(_token_ids(item) for item in _decode_prompt(_array_decoder, raw))
+        lists = _decode_prompt(_array_decoder, raw)
+        prompts = tuple(_token_ids(item) for item in lists[: MAX_PROMPTS + 1])
     else:
         prompts = (_token_ids(raw),)
+    if len(prompts) > MAX_PROMPTS:
+        return (), "too many prompts"
     known = tuple(prompt for prompt in prompts if prompt is not None)
     if len(known) < len(prompts):
         return (), "token ids out of range"
@@ -268,7 +305,8 @@ def _check_messages(messages: Any) -> str:
             raise bad_request(f"invalid chat completions request: messages[{index}].role must be a string")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            unscored = unscored or _check_parts(content, f"messages[{index}].content")
+            reason = _check_parts(content, f"messages[{index}].content")
+            unscored = unscored or reason
     return unscored
 
 

@@ -7,9 +7,9 @@ multipart …) is routed unscored and its body is not validated. The body itself
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from epp.errors import Code, Refusal
 from epp.requests import openai
@@ -18,6 +18,9 @@ from epp.requests.model import InferenceRequest
 MAX_BODY_BYTES = 64 << 20
 _PEEK_BYTES = 1 << 20
 """Bodies of unclaimed paths are searched for a model name up to this size."""
+
+MAX_CONTAINERS = 1 << 19
+"""Brackets and braces, those in texts included. More would hold up other requests for longer than any prompt does."""
 
 Parser = Callable[[InferenceRequest], None]
 
@@ -39,6 +42,10 @@ def parse(
     parser = None if headers.get(":method") in _BODYLESS else parser_for(path)
     if parser is None:
         request.unscored = "path"
+        if len(body) <= _PEEK_BYTES:
+            _peek(request)
+    elif body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        request.unscored = "too many values"
         _peek(request)
     else:
         parser(request)
@@ -58,20 +65,21 @@ def parser_for(path: str) -> Parser | None:
 
 
 class _Peek(msgspec.Struct, gc=False):
-    model: Any = None
-    stream: Any = None
+    model: Raw = Raw(b"null")
+    stream: Raw = Raw(b"null")
 
 
 _peek_decoder = msgspec.json.Decoder(_Peek)
+_text_decoder = msgspec.json.Decoder(str)
 
 
 def _peek(request: InferenceRequest) -> None:
     """Read the model's name where the body happens to be a JSON object; anything else is the engine's business."""
-    if request.body[:1] != b"{" or len(request.body) > _PEEK_BYTES:
+    if request.body[:1] != b"{":
         return
     try:
         seen = _peek_decoder.decode(request.body)
+        request.stream = bytes(seen.stream) == b"true"
+        request.model = _text_decoder.decode(seen.model)
     except (msgspec.DecodeError, RecursionError):
         return
-    request.model = seen.model if isinstance(seen.model, str) else ""
-    request.stream = seen.stream is True

@@ -26,6 +26,8 @@ from epp.requests.segments import AtTokens, AtWords, Cutter, PieceCache, Whole
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 CACHE_BYTES = 128 << 20
+BATCH = 256
+"""Pieces that are encoded at once."""
 _SLOW_FACTOR = 4
 """What a UTF-8 byte beyond the first of a character costs, in plain ASCII characters."""
 
@@ -105,8 +107,11 @@ class Tokenizer:
 
     def encode_batch(self, pieces: Sequence[str]) -> list[bytes]:
         """May run in any thread, several at a time."""
-        encodings = self._backend.encode_batch_fast(list(pieces), add_special_tokens=False)
-        return [to_bytes(encoding.ids) for encoding in encodings]
+        ids: list[bytes] = []
+        for at in range(0, len(pieces), BATCH):  # an encoding takes far more memory than its ids
+            encodings = self._backend.encode_batch_fast(list(pieces[at : at + BATCH]), add_special_tokens=False)
+            ids += [to_bytes(encoding.ids) for encoding in encodings]
+        return ids
 
     def finish(self, plan: Plan, encoded: Iterable[bytes]) -> bytes:
         """Little-endian uint32 ids of the whole text."""

@@ -39,9 +39,14 @@ class UsageReader:
         self.completion_tokens: int | None = None
         self.cached_tokens: int | None = None
         self._streaming = streaming
-        self._pending = b""
+        self._pending = bytearray()
         self._broken = False
         """The current line (or the JSON body) has outgrown its bound and is being skipped."""
+
+    @property
+    def waiting(self) -> int:
+        """Bytes kept because the rest of them is still to come."""
+        return len(self._pending)
 
     def feed(self, data: bytes, end: bool = False) -> None:
         if self._streaming:
@@ -53,27 +58,37 @@ class UsageReader:
         if self._broken:
             return
         if len(self._pending) + len(data) > MAX_JSON_BYTES:
-            self._broken, self._pending = True, b""
+            self._broken, self._pending = True, bytearray()
             return
-        self._pending = self._pending + data if self._pending else data
+        if end and not self._pending:
+            self._read(data)
+            return
+        self._pending += data
         if end:
             self._read(self._pending)
-            self._pending = b""
+            self._pending = bytearray()
 
     def _feed_stream(self, data: bytes, end: bool) -> None:
-        if self._pending:
-            data = self._pending + data
         cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        complete, self._pending = data[:cut], data[cut:]
-        if self._broken and complete:
-            complete = _after_first_line(complete)
+        if cut:
+            self._read_lines(self._complete(data[:cut]))
+            data = data[cut:]
+        if self._broken or len(self._pending) + len(data) > MAX_LINE_BYTES:
+            self._broken, self._pending = True, bytearray()
+            return
+        self._pending += data
+        if end and self._pending:
+            self._read_lines(bytes(self._pending))
+            self._pending = bytearray()
+
+    def _complete(self, lines: bytes) -> bytes:
+        """With what was waiting for them, or without the rest of a line that is being skipped."""
+        if self._broken:
             self._broken = False
-        self._read_lines(complete)
-        if self._broken or len(self._pending) > MAX_LINE_BYTES:
-            self._broken, self._pending = True, b""
-        elif end:
-            self._read_lines(self._pending)
-            self._pending = b""
+            return _after_first_line(lines)
+        if self._pending:
+            lines, self._pending = bytes(self._pending + lines), bytearray()
+        return lines
 
     def _read_lines(self, lines: bytes) -> None:
         if b"usage" not in lines and b"meta_info" not in lines:
@@ -82,7 +97,7 @@ class UsageReader:
             if line.startswith(b"data:") and (b"usage" in line or b"meta_info" in line):
                 self._read(line[5:])
 
-    def _read(self, document: bytes) -> None:
+    def _read(self, document: bytes | bytearray) -> None:
         try:
             answer = _decoder.decode(document)
         except (msgspec.DecodeError, RecursionError):

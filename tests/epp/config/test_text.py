@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -27,6 +28,19 @@ def test_scalars_read_as_in_go(text: str, value: Any) -> None:
     assert parse(f"a: {text}") == {"a": value}
 
 
+@pytest.mark.parametrize(("text", "value"), [("!!str 5", "5"), ("!!int 5", 5), ("!!null", None), ("!!map {}", {})])
+def test_a_tag_may_say_what_goes_without_saying(text: str, value: Any) -> None:
+    assert parse(f"a: {text}") == {"a": value}
+
+
+@pytest.mark.parametrize("char", "1_.-e0")
+def test_long_scalars_take_no_longer_than_their_length(char: str) -> None:
+    text = char * 100_000 + "x"
+    began = time.process_time()
+    parse(f"a: {text}")
+    assert time.process_time() - began < 1
+
+
 def test_json_is_yaml() -> None:
     assert parse('{"a": [1, 2.5, true, null, "x"]}') == {"a": [1, 2.5, True, None, "x"]}
 
@@ -51,6 +65,12 @@ def test_anchors_and_merges_work() -> None:
         ("a: 1\n---\nb: 2", "single document"),
         ("a: &a [*a]", "nested too deeply"),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("a: !!timestamp", "line 1: a value is not what its tag says"),
+        ("a: !!int x", "not what its tag says"),
+        ("a:\n  b: [!!bool x]", "line 2: a value is not what its tag says"),
+        ("a: !!set {x}", "not what its tag says"),
+        ("a: 0x" + "f" * 17, "more than 64 bits"),
+        ("a: [0b" + "1" * 20_000 + "]", "more than 64 bits"),
         ("a: \ud800", "not valid YAML"),
         ("[" * 3000, "not valid YAML"),
         ("a: " + "x" * MAX_BYTES, "larger than"),

@@ -199,6 +199,10 @@ class TestRefusal:
         assert reject.refusal.status == 413
         assert "limit of 3 bytes" in reject.refusal.message
 
+    def test_empty_pieces_of_a_body_are_not_kept(self, exchange, play):
+        play(duplex(), *[ev.RequestBody(b"", False)] * 1000)
+        assert not exchange._body
+
     def test_a_body_at_the_limit_is_picked(self):
         exchange = Exchange(max_request_bytes=4)
         exchange.receive(duplex())

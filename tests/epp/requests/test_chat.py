@@ -190,6 +190,7 @@ UNRENDERABLE: dict[str, tuple[str, list[Any], list[Any] | None, dict[str, Any]]]
     "tool of a wrong type": ("x", USER, [{"type": "custom", "custom": {}}], {}),
     "tool without a name": ("x", USER, [{"type": "function", "function": {}}], {}),
     "call of a wrong type": ("x", [{"role": "assistant", "tool_calls": [{"type": "custom"}]}], None, {}),
+    "calls that are no list": ("x", [{"role": "assistant", "tool_calls": 7}], None, {}),
     "part of unknown type": ("x", [{"role": "user", "content": [{"type": "tool_reference"}]}], None, {}),
     "part without text": ("x", [{"role": "user", "content": [{"type": "text", "text": 5}]}], None, {}),
     "unclear content format": ("{% for a, b in messages %}{% endfor %}", USER, None, {}),

@@ -161,3 +161,20 @@ def test_a_broken_template_is_an_error_at_once(tmp_path: Path, tiny_directory: P
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(TokenizerError, match="chat template"):
         LocalTokens({"m": str(tmp_path)})
+
+
+async def test_a_text_too_long_to_be_encoded_in_time_is_not(
+    tokens: LocalTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_CHARS", 10)
+    request = asked("12345", "123456")
+    assert tokens.produce(request) is None
+    assert request.unscored == "prompt too long"
+
+
+async def test_a_chat_of_many_messages_is_rendered_in_a_thread(tokens: LocalTokens) -> None:
+    request = asked(ChatPrompt(CHAT.messages, pieces=local.RENDER_INLINE_PIECES + 1))
+    waiting = tokens.produce(request)
+    assert waiting is not None
+    await waiting
+    assert request.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from epp.errors import Refusal
 from epp.requests.model import ChatPrompt, InferenceRequest
-from epp.requests.parse import parse
+from epp.requests.openai import MAX_PIECES, MAX_PROMPTS
+from epp.requests.parse import MAX_CONTAINERS, parse
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -152,7 +154,41 @@ def test_a_prompt_of_a_wrong_type_is_refused_by_name(prompt: Any) -> None:
     assert "prompt must be a string" in refused.message
 
 
+def test_more_prompts_than_are_looked_at_are_routed_unscored() -> None:
+    for one in ("a", [1]):
+        assert completion([one] * MAX_PROMPTS).unscored == ""
+        assert completion([one] * (MAX_PROMPTS + 1)).unscored == "too many prompts"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_bodies_of_too_many_values_are_routed_without_being_read(path: str) -> None:
+    bomb = b"[" + b"[]," * MAX_CONTAINERS + b"[]]"
+    request = parse("r", path, {}, b'{"a":' + bomb + b',"stream":true,"model":"m","prompt":' + bomb + b"}")
+    assert (request.unscored, request.model, request.stream, request.prompts) == ("too many values", "m", True, ())
+    assert parse("r", path, {}, b'{"model":' + bomb + b"}").model == ""
+
+
 # chats
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": ""}] * MAX_PIECES},
+        {"messages": [{"role": "user", "content": [""] * MAX_PIECES}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [1] * MAX_PIECES}]},
+        {"tools": [1] * MAX_PIECES},
+        {"documents": [1] * MAX_PIECES},
+    ],
+)
+def test_chats_of_too_many_pieces_are_routed_unscored(more: dict[str, Any]) -> None:
+    messages = [{"role": "system", "content": "x"}, *more.pop("messages", [])]
+    assert chat(messages, **more).unscored == "too many messages"
+
+
+def test_what_follows_a_picture_is_checked_as_well() -> None:
+    messages = [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "user", "content": [["a"]]}]
+    assert "messages[1].content[0] must be an object" in refusal(CHAT, {"model": "m", "messages": messages}).message
 
 
 def test_a_chat_keeps_everything_that_changes_the_rendered_prompt_as_sent() -> None:
@@ -258,11 +294,28 @@ def test_fields_of_a_wrong_type_are_refused_by_name(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"truncate_prompt_tokens": 5}, {"kv_transfer_params": {"prompt_token_ids": [1]}}], ids=str
+    "fields",
+    [
+        {"truncate_prompt_tokens": 5},
+        {"kv_transfer_params": {"prompt_token_ids": [1]}},
+        {"lora_path": "/loras/poet"},
+        {"extra_key": "tenant"},
+    ],
+    ids=str,
 )
-def test_prompts_that_the_engine_replaces_are_routed_unscored(fields: dict[str, Any]) -> None:
+def test_prompts_that_the_engine_replaces_or_sets_apart_are_routed_unscored(fields: dict[str, Any]) -> None:
     request = chat(USER, **fields)
     assert (request.unscored, request.prompts) == (next(iter(fields)), ())
+
+
+@pytest.mark.parametrize("send", [completion, chat])
+def test_where_log_probabilities_of_the_prompt_are_wanted_no_cache_is_read(send: Callable[..., Any]) -> None:
+    prompt = USER if send is chat else "p"
+    assert send(prompt, prompt_logprobs=0).unscored == "prompt_logprobs"
+    assert send(prompt, echo=True, logprobs=1).unscored == "prompt_logprobs"
+    for ordinary in ({"prompt_logprobs": None}, {"logprobs": 1}, {"echo": False, "logprobs": 1}, {"top_logprobs": 5}):
+        assert not send(prompt, **ordinary).unscored
+    assert send(prompt, echo=True).unscored == ("prompt_logprobs" if send is chat else "")
 
 
 # bad bodies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -162,3 +163,14 @@ def test_any_usage_is_read_without_an_error(usage: Any, message: Any, streaming:
     reader.feed(b"data: " * streaming + json.dumps({"usage": usage, "message": message}).encode(), True)
     for count in figures(reader):
         assert count is None or count >= 0
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_pieces_cost_what_their_bytes_cost(streaming: bool) -> None:
+    """However little of a line, or of an answer, each of them brings."""
+    reader = UsageReader(streaming=streaming)
+    began = time.process_time()
+    for _ in range(100_000):
+        reader.feed(b"12345678")
+    assert reader.waiting == 800_000
+    assert time.process_time() - began < 1

@@ -4,6 +4,8 @@ A request is `["", start (8 bytes, big-endian)]`. The answer is `["", topic, num
 `["", "", 0xFF x 8, ""]`. A start of 2**64 - 1 asks for a snapshot; vLLM's own publisher answers with the end alone. A
 peer that does not take its answer, or is gone, loses it. Nobody waits for that but those who want a snapshot too: one
 is made at a time. What one peer asks is answered in order.
+
+Peers cost the engine what the constants here say, and no more, however they ask or read.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ MAX_ASKERS = 64
 """Requests that are being answered or wait for it; more are ignored."""
 REQUESTS_AT_ONCE = 16
 MESSAGES_AT_ONCE = 64
-PEER_QUEUE = 256
+PEER_QUEUE = 64
 """Messages that wait in memory for one peer."""
 PATIENCE = 5.0
 """Seconds in which a peer has to take another message."""
+BURST_BYTES = 512 << 20
+BYTES_PER_S = 16 << 20
+"""Of all answers together: so much at once, then so much a second. Making them takes time from the engine's process."""
 MAX_FRAME_BYTES = 1024
 """Of what peers send: requests, and what ZMQ says when connecting."""
 
@@ -76,33 +81,48 @@ class Answers:
         self._clock = clock
         self._waiting: list[Answer] = []
         self._begun: deque[Answer] = deque()
+        self._allowed: float = BURST_BYTES
+        self._allowed_at = clock()
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone, or whose queue is full, is an error
         router.setsockopt(zmq.SNDHWM, PEER_QUEUE)
         router.setsockopt(zmq.RCVHWM, REQUESTS_AT_ONCE)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        router.setsockopt(zmq.TCP_KEEPALIVE, 1)
 
     def __len__(self) -> int:
         """Answers under way or waiting."""
         return len(self._begun) + len(self._waiting)
 
-    def receive(self) -> None:
-        """Take in some requests; what is none, or one too many, or there already, is ignored."""
+    def receive(self) -> bool:
+        """Take in some requests; what is none, or one too many, or there already, is ignored. True if there may be
+        more."""
         for _ in range(REQUESTS_AT_ONCE):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._frames()
             except zmq.Again:
-                return
+                return False
             if len(frames) == 3 and len(frames[2]) == 8 and len(self) < MAX_ASKERS:
                 answer = Answer(frames[0], int.from_bytes(frames[2], "big"))
                 if not any(map(answer.is_like, chain(self._begun, self._waiting))):
                     self._waiting.append(answer)
+        return True
+
+    def _frames(self) -> list[bytes]:
+        """The next message; of one that is too long to be a request, the beginning."""
+        frames = [self._router.recv(zmq.NOBLOCK)]
+        while self._router.getsockopt(zmq.RCVMORE):
+            frame = self._router.recv(zmq.NOBLOCK)
+            if len(frames) < 4:
+                frames.append(frame)
+        return frames
 
     def send(self, may_go_on: Callable[[], bool]) -> bool:
-        """Send a message, and some more as long as that is fine. False if nobody takes any at the moment."""
+        """Send a message, and some more as long as that is fine. False if nobody takes, or may have, any now."""
+        now = self._clock()
+        self._allowed = min(BURST_BYTES, self._allowed + (now - self._allowed_at) * BYTES_PER_S)
+        self._allowed_at = now
         for _ in range(MESSAGES_AT_ONCE):
             self._begin()
-            if not self._send_one():
+            if self._allowed <= 0 or not self._send_one():
                 return False
             if not may_go_on():
                 break
@@ -152,6 +172,7 @@ class Answers:
             self._router.send_multipart(answer.next, zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self._allowed -= len(answer.next[-1])
         answer.next = []
         answer.moved_at = self._clock()
         return True

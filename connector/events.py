@@ -1,8 +1,8 @@
 """The KV events of vLLM 0.27 and later, what we say beside them, and the wire form of both.
 
 A payload is a msgpack array `[time, [event, ...], data-parallel rank, notes]`, each event a map. Fields with a default
-are left out when they hold it, exactly as vLLM does. Ours are `AllBlocksCleared.tiers` and the notes; consumers that
-know neither skip both.
+are left out when they hold it, exactly as vLLM does. Ours are `AllBlocksCleared.tiers`, `BlockStored.lead_blocks` and
+the notes; consumers that do not know them skip them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+    lead_blocks: int = 0
+    """Blocks between the parent and the first of `block_hashes`: not held, but `token_ids` begins with theirs."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -86,6 +88,34 @@ class Tier(msgspec.Struct, frozen=True, omit_defaults=True):
     pool: str | None = None
 
 
+SCRATCH = "scratch"
+
+
+class Lookup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """KV-cache groups that are alike, and that the engine looks up together."""
+
+    groups: list[int]
+    kind: str
+    """vLLM's `kv_cache_spec_kind`, or `SCRATCH`: never reused, and not needed for a hit."""
+    block: int
+    """Tokens a block."""
+    window: int = 0
+    """Tokens of a sliding window, or of a chunk of local attention."""
+    eagle: bool = False
+    """Is the last block of a hit dropped?"""
+    draft: list[int] = []
+    """Those of the groups that have a draft model's layers."""
+
+
+class Groups(msgspec.Struct, frozen=True):
+    """All KV-cache groups of the engine."""
+
+    lookups: list[Lookup] = []
+    """None: by what rule the engine reuses blocks cannot be told."""
+    alignment: int = 1
+    """Hits in HBM end at multiples of so many tokens."""
+
+
 class SnapshotPart(msgspec.Struct, frozen=True):
     part: int
     """From 1."""
@@ -102,6 +132,7 @@ class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
     heartbeat: float = 0.0
     """Seconds: while idle a message comes at least this often. 0: no promise."""
     snapshot: SnapshotPart | None = None
+    groups: Groups | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -12,6 +12,7 @@ import msgspec
 
 from connector.events import (
     AllBlocksCleared,
+    Groups,
     Load,
     Notes,
     SnapshotPart,
@@ -43,6 +44,8 @@ class About:
     chunk exists once: announced again, it is no further copy."""
     load: Load | None = None
     """Replaced whole, by whichever thread knows."""
+    groups: Groups | None = None
+    """Told as soon as it is set."""
 
 
 class Journal:
@@ -62,7 +65,8 @@ class Journal:
         self._next = 0
         self._buffer: deque[Message] = deque(maxlen=buffer_steps)
         self._tiers_told: float | None = None
-        self._ledger = None if about is None else Ledger({name: tier.chunk for name, tier in about.tiers.items()})
+        self._groups_told: Groups | None = None
+        self._ledger = None if about is None else _ledger(about)
 
     def batch(self, events: Sequence[object], at: float) -> Message | None:
         """One step's events; `at` is the Unix time in seconds. None where that leaves nothing to publish."""
@@ -71,6 +75,13 @@ class Journal:
 
     def heartbeat(self, at: float) -> Message:
         return self._message([], at, with_tiers=True)
+
+    def start_over(self, at: float) -> Message:
+        """Batches were lost before they came here, and with them removals, perhaps. So all that was told is taken back,
+        by the one event that every consumer takes for that; what comes from now on is told and recorded as ever."""
+        if self._about is not None and self._ledger is not None:
+            self._ledger = _ledger(self._about)
+        return self._message([AllBlocksCleared()], at, with_tiers=True)
 
     def replay(self, start: int) -> Iterator[Message]:
         """The remembered messages from number `start` on, as of now."""
@@ -119,7 +130,9 @@ class Journal:
 
     def _tiers_due(self, at: float) -> bool:
         told = self._tiers_told
-        return told is None or not told <= at < told + TIERS_EVERY  # the clock may have been set back
+        if told is None or (self._about is not None and self._about.groups is not self._groups_told):
+            return True
+        return not told <= at < told + TIERS_EVERY  # the clock may have been set back
 
     def _notes(self, *, with_tiers: bool, snapshot: SnapshotPart | None = None) -> Notes | None:
         about = self._about
@@ -127,7 +140,8 @@ class Journal:
             return None
         if not with_tiers:
             return Notes(about.instance, about.load, snapshot=snapshot)
-        return Notes(about.instance, about.load, self._tiers(about), about.heartbeat, snapshot)
+        self._groups_told = groups = about.groups
+        return Notes(about.instance, about.load, self._tiers(about), about.heartbeat, snapshot, groups)
 
     def _tiers(self, about: About) -> dict[str, Tier]:
         if self._ledger is None:
@@ -140,6 +154,10 @@ class Journal:
 
 
 _UNKNOWN = Tier()
+
+
+def _ledger(about: About) -> Ledger:
+    return Ledger({name: tier.chunk for name, tier in about.tiers.items()})
 
 
 def _as_it_came(event: object) -> object:

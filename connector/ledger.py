@@ -17,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, islice, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import Any
 
 import msgspec
@@ -33,6 +33,10 @@ REMOVED_AT_ONCE = 4096
 PART_BLOCKS = 1000
 PART_BYTES = 1 << 20
 """Of a part of a snapshot, at most; bytes roughly."""
+
+WHOLE_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""Of groups that keep all blocks of a prompt. What is known of a block of another kind may rest on blocks before it
+that nobody holds, so that it is told with theirs."""
 
 _ODD = (AttributeError, TypeError, ValueError, OverflowError)
 
@@ -58,17 +62,28 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     """A block's extra keys each; empty = none has any; None = not known."""
     lookahead: Sequence[list[int]] | None
     scope: Scope
+    lead: int = 0
+    """Blocks that `tokens` begins with, before the first of `hashes`: they have no extra keys."""
 
     @property
     def is_complete(self) -> bool:
         return self.extras is not None
 
     def before(self, index: int) -> Hash | None:
-        """The hash of the block before that one."""
-        return self.hashes[index - 1] if index else self.parent
+        """The hash of the block before that one; None also if it is not known."""
+        if index:
+            return self.hashes[index - 1]
+        return None if self.lead else self.parent
+
+    def origin(self, index: int) -> tuple[Hash | None, int]:
+        """From where to tell what a block is: a hash, and how many blocks are between that and the block."""
+        if (self.lead or self.scope.kind not in WHOLE_KINDS) and not any((self.extras or ())[:index]):
+            return self.parent, self.lead + index
+        return self.before(index), 0
 
     def token_ids(self, first: int, end: int) -> list[int]:
-        return array("I", self.tokens[first * self.block_size * 4 : end * self.block_size * 4]).tolist()
+        size = self.block_size * 4
+        return array("I", self.tokens[(self.lead + first) * size : (self.lead + end) * size]).tolist()
 
     def extra_keys(self, first: int, end: int) -> list[Any] | None:
         if self.extras is None:
@@ -201,11 +216,11 @@ class Lane:
 
     def stored(self, run: Run, first: int, end: int) -> BlockStored:
         """An event that announces these blocks of a run, self-describing as far as they are known."""
-        known = bool(run.tokens)
+        parent, lead = run.origin(first) if run.tokens else (None, 0)
         return BlockStored(
             block_hashes=list(run.hashes[first:end]),
-            parent_block_hash=run.before(first) if known else None,
-            token_ids=run.token_ids(first, end),
+            parent_block_hash=parent,
+            token_ids=run.token_ids(first - lead, end),
             block_size=run.block_size,
             lora_id=run.scope.lora_id,
             medium=self.medium,
@@ -216,6 +231,7 @@ class Lane:
             kv_cache_spec_sliding_window=run.scope.window,
             locality=self.locality,
             lookahead_token_ids=list(run.lookahead[first:end]) if run.lookahead is not None else None,
+            lead_blocks=lead,
         )
 
 
@@ -428,29 +444,31 @@ class Ledger:
         )
         if not token_ids:
             return [Run(hashes, None, b"", 0, None, None, scope)]
-        size = event.block_size
-        if len(token_ids) != len(hashes) * size:
-            if scope.window and len(token_ids) > len(hashes) * size:
-                # Blocks that the window has left behind have tokens there, but no hash; which ones is not said
+        size, lead = event.block_size, getattr(event, "lead_blocks", 0)
+        if len(token_ids) != (lead + len(hashes)) * size:
+            if scope.kind not in WHOLE_KINDS and len(token_ids) > len(hashes) * size:
+                # Blocks that are not kept have tokens there, but no hash; which ones is not said
                 return [Run(hashes, None, b"", size, None, None, scope)]
             raise ValueError("tokens do not fill the blocks")
         tokens = array("I", token_ids).tobytes()
         extras = self._read_extras(event, medium)
         lookahead = getattr(event, "lookahead_token_ids", None)
         self._heaviest_block = max(self._heaviest_block, 5 * size + 64)
-        if len(hashes) <= RUN_BLOCKS:
-            return [Run(hashes, event.parent_block_hash, tokens, size, extras, lookahead, scope)]
+        if lead + len(hashes) <= RUN_BLOCKS:
+            return [Run(hashes, event.parent_block_hash, tokens, size, extras, lookahead, scope, lead)]
+        starts = [0, *range(RUN_BLOCKS - lead % RUN_BLOCKS, len(hashes), RUN_BLOCKS)]
         return [
             Run(
-                hashes[first : first + RUN_BLOCKS],
+                hashes[first:end],
                 hashes[first - 1] if first else event.parent_block_hash,
-                tokens[first * size * 4 : (first + RUN_BLOCKS) * size * 4],
+                tokens[(first and lead + first) * size * 4 : (lead + end) * size * 4],
                 size,
-                extras and extras[first : first + RUN_BLOCKS],
-                lookahead and lookahead[first : first + RUN_BLOCKS],
+                extras and extras[first:end],
+                lookahead and lookahead[first:end],
                 scope,
+                0 if first else lead,
             )
-            for first in range(0, len(hashes), RUN_BLOCKS)
+            for first, end in pairwise([*starts, len(hashes)])
         ]
 
     def _read_extras(self, event: Any, medium: str) -> Sequence[Any] | None:
@@ -544,16 +562,28 @@ def _scope(lora_id: int | None, lora_name: str | None, kind: str | None, window:
 def _described(event: Any, holding: Holding) -> Any:
     """A placeholder event, told in full."""
     block_hash, run = holding[0]
-    return msgspec.structs.replace(
+    index = run.hashes.index(block_hash)
+    parent, lead = run.origin(index)
+    told = msgspec.structs.replace(
         event,
         block_hashes=[block_hash for block_hash, _ in holding],
-        parent_block_hash=run.before(run.hashes.index(block_hash)),
-        token_ids=[token for name, run in holding for token in _tokens(name, run)],
+        parent_block_hash=parent,
+        token_ids=[
+            *run.token_ids(index - lead, index),
+            *(token for name, run in holding for token in _tokens(name, run)),
+        ],
         block_size=run.block_size,
         kv_cache_spec_kind=event.kv_cache_spec_kind or run.scope.kind,
         kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window or run.scope.window,
         **_identity(holding),
     )
+    return _with_lead(told, lead) if lead else told
+
+
+def _with_lead(event: Any, lead: int) -> BlockStored:
+    """vLLM's struct has no field for it."""
+    fields = {name: getattr(event, name) for name in BlockStored.__struct_fields__ if hasattr(event, name)}
+    return BlockStored(**fields | {"lead_blocks": lead})
 
 
 def _identity(holding: Holding) -> dict[str, Any]:

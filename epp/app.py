@@ -28,6 +28,7 @@ from epp.decisions import Decisions
 from epp.director import RequestDirector, Settings
 from epp.fleet.discovery.static import StaticDiscovery
 from epp.fleet.fleet import Fleet
+from epp.fleet.models import ModelSettings, ModelWatcher
 from epp.fleet.scrape import Scraper, ScrapeSettings
 from epp.options import Options
 from epp.producers.inflight import InFlight
@@ -55,13 +56,16 @@ class App:
         self.options = options
         self.fleet = Fleet()
         self.telemetry = Telemetry()
-        self.environment = Environment(fleet=self.fleet, telemetry=self.telemetry)
+        self.environment = Environment(
+            fleet=self.fleet, telemetry=self.telemetry, index_budget=options.index_memory_budget
+        )
         self.configuration = load(_config_text(options), self.environment)
         self.configuration.log()
         self.decisions = Decisions(options.decisions)
         self.in_flight = InFlight.of(self.environment)
         self.telemetry.watch(self.fleet, options.pool_name, staleness=options.metrics_staleness_threshold)
         self._scraper = _scraper(self)
+        self._models = _models(self)
         self._discovery = _discovery(self)
         self._server = ExtProcServer(_director(self), _server_options(options))
         self._debug = DebugServer(options.bind, options.metrics_port, self._views())
@@ -90,6 +94,8 @@ class App:
         yield self._discovery
         if self._scraper:
             yield self._scraper
+        if self._models:
+            yield self._models
         yield from self.environment.services
         yield self._debug
 
@@ -157,6 +163,15 @@ def _scraper(app: App) -> Scraper | None:
         insecure_skip_verify=layer.metrics.insecure_skip_verify,
     )
     return Scraper(app.fleet, app.telemetry, settings, app.environment.clock)
+
+
+def _models(app: App) -> ModelWatcher | None:
+    """Only predictions from events need to know what a model's name means."""
+    events, source = app.environment.shared.get("kv-events"), app.configuration.data_layer.models
+    if events is None:
+        return None
+    settings = ModelSettings(source.scheme, source.path, source.insecure_skip_verify)
+    return ModelWatcher(app.fleet, events.models, settings, app.environment.clock)
 
 
 def _scrape_interval(wanted: float) -> float:

@@ -21,6 +21,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)(|[kKMGT]|[KMGT]i)[bB]?", re.ASCII)
 _BYTES = {"": 1, **{unit: 1000**i for unit, i in {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}.items()}}
 _BYTES |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+SMALLEST_BUDGET = 16 << 20
 _ZAP_LEVELS = {"debug": 4, "info": 2, "error": 0, "panic": 0}
 
 
@@ -46,6 +47,14 @@ def quantity(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64Mi")
     return int(Decimal(match[1]) * _BYTES[match[2]])
+
+
+def budget(text: str) -> int:
+    """A quantity that is worth the trouble, or 0 for no bound."""
+    size = quantity(text)
+    if 0 < size < SMALLEST_BUDGET:
+        raise argparse.ArgumentTypeError(f"{text} is less than {SMALLEST_BUDGET >> 20}Mi (0 = no bound)")
+    return size
 
 
 def count(text: str) -> int:
@@ -104,6 +113,7 @@ _FLAGS: Flags = {
     "max-body-bytes": (quantity, "larger request bodies are answered 413, such as 64Mi"),
     "observe-streams": (share, "share of event streams read for delivered cached tokens, 0 to 1"),
     "decisions": (count, "how many decisions /debug/decisions keeps"),
+    "index-memory-budget": (budget, "memory for what is known of the engines' caches, such as 2Gi; 0 = no bound"),
     "pool-name": (str, "name of the pool in the metrics"),
 }
 

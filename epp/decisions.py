@@ -14,7 +14,7 @@ from typing import Any
 
 from epp.fleet.endpoint import EngineLoad
 from epp.routing import Outcome
-from epp.scheduling.plugin import ProfileResult, Scheduling, SchedulingResult, TierHit
+from epp.scheduling.plugin import Certainty, ProfileResult, Scheduling, SchedulingResult, TierHit
 from epp.telemetry import comparison
 
 Seen = tuple[EngineLoad, int, int]
@@ -40,6 +40,7 @@ class Decision:
     """Of the primary profile's candidates, before this request was counted."""
     hits: Sequence[TierHit | None]
     """By slot; empty where nothing exact was known."""
+    certainty: Certainty | None = None
     unscored: str = ""
     skipped: Sequence[str] = ()
     weights: Mapping[str, float] | None = None
@@ -69,6 +70,15 @@ class Decision:
     def _hit(self, slot: int) -> TierHit | None:
         return self.hits[slot] if slot < len(self.hits) else None
 
+    @property
+    def feed(self) -> str:
+        """State of the chosen endpoint's event feed when it was picked; "" = it has none."""
+        certain = self._certain(self._target.picked[0].slot)
+        return certain[0] if certain else ""
+
+    def _certain(self, slot: int) -> tuple[str, float] | None:
+        return self.certainty.of(slot) if self.certainty else None
+
     def finish(self, outcome: Outcome, *, delivered: int | None = None, served: str = "") -> None:
         self.outcome, self.delivered, self.served = outcome, delivered, served
 
@@ -93,6 +103,7 @@ class Decision:
                 if name != self.primary
             },
             "predicted": _tiers(self.predicted),
+            "feed": self.feed,
             "delivered_cached_tokens": self.delivered,
             "prediction": self._comparison(),
             "served": self.served,
@@ -123,12 +134,15 @@ class Decision:
         target = self._target
         for index, endpoint in enumerate(target.endpoints):
             load, requests, tokens = self.seen[index]
+            feed, trust = self._certain(endpoint.slot) or ("", None)
             yield {
                 "endpoint": endpoint.address,
                 "name": endpoint.spec.name,
                 "score": target.scores[index],
                 "scorers": {name: self._score(name, scores[index]) for name, scores in target.raw.items()},
                 "cached_tokens": _tiers(self._hit(endpoint.slot)),
+                "feed": feed,
+                "trust": trust,
                 "load": {
                     "waiting": load.waiting,
                     "running": load.running,
@@ -183,6 +197,7 @@ class Decisions:
             primary=result.primary,
             seen=[(e.load, e.inflight_requests, e.inflight_tokens) for e in result.target.endpoints],
             hits=scheduling.hits,
+            certainty=scheduling.certainty,
             unscored=request.unscored,
             skipped=scheduling.skipped,
             weights=weights,

@@ -238,7 +238,7 @@ class RequestDirector:
         """Unless a fallback has answered: the prediction is for the endpoint that was chosen."""
         predicted, chosen = active.decision.predicted, active.decision.chosen
         if delivered is not None and predicted is not None and active.served in ("", chosen):
-            self._telemetry.delivered(predicted.cached, delivered)
+            self._telemetry.delivered(predicted.cached, delivered, active.decision.feed)
 
     def _first_byte(self, active: Active) -> None:
         if not active.answered:
@@ -266,9 +266,10 @@ def _is_event_stream(response: ResponseHead) -> bool:
 
 def _observe_json(length: str) -> Observe:
     """An answer whose length is not known beforehand is read as it passes."""
-    if not length.isdecimal():
+    if not (length.isascii() and length.isdigit()):
         return Observe.CHUNKS
-    return Observe.WHOLE if int(length) <= MAX_BUFFERED_ANSWER else Observe.NOTHING
+    digits = length.lstrip("0")
+    return Observe.WHOLE if len(digits) < 10 and int(digits or 0) <= MAX_BUFFERED_ANSWER else Observe.NOTHING
 
 
 def _pick_error(error: BaseException) -> str:

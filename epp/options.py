@@ -38,6 +38,8 @@ class Options:
     """Share of event-stream answers whose chunks are read for the delivered cached tokens; JSON answers always are."""
     decisions: int = 1000
     """Decisions kept for /debug/decisions."""
+    index_memory_budget: int = 2 << 30
+    """Bytes for all that is known of engines' caches; beyond it the least useful is forgotten. 0 = no bound."""
     pool_name: str = "epp"
     """Label of the pool metrics."""
     verbosity: int = 2

@@ -77,9 +77,12 @@ def _request_trailers(message: pb.ProcessingRequest, at: float) -> ev.RequestTra
 
 def _response_headers(message: pb.ProcessingRequest, at: float) -> ev.ResponseHeaders:
     headers = _header_map(message.response_headers.headers)
-    status = headers.get(":status", "")
-    response = ResponseHead(int(status) if status.isdecimal() else 0, headers, _served(message), at)
+    response = ResponseHead(_status(headers.get(":status", "")), headers, _served(message), at)
     return ev.ResponseHeaders(response, message.response_headers.end_of_stream)
+
+
+def _status(text: str) -> int:
+    return int(text) if len(text) == 3 and text.isascii() and text.isdigit() else 0
 
 
 def _response_body(message: pb.ProcessingRequest, at: float) -> ev.ResponseBody:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 SEQUENCE_BYTES = 8
+MAX_TOPIC = 2048
+"""Bytes. The model's name in it is kept for as long as the index lives."""
 LAST_SEQUENCE = 2**64 - 1
 SNAPSHOT = LAST_SEQUENCE
 """Asked for as a first number, it is our connector's word for a snapshot. Other engines have no batch of that number
@@ -33,7 +35,7 @@ REPLAY_END = ReplayEnd()
 
 def live_message(frames: Sequence[bytes]) -> Message | None:
     """`[topic, sequence, payload]`; a sequence longer than eight bytes counts by its first eight."""
-    if len(frames) != 3 or len(frames[1]) < SEQUENCE_BYTES:
+    if len(frames) != 3 or len(frames[1]) < SEQUENCE_BYTES or len(frames[0]) > MAX_TOPIC:
         return None
     return Message(frames[0], int.from_bytes(frames[1][:SEQUENCE_BYTES], "big"), frames[2])
 
@@ -45,6 +47,8 @@ def replay_message(frames: Sequence[bytes]) -> Message | ReplayEnd | None:
     if not frames[-1]:
         return REPLAY_END
     topic = frames[-3] if len(frames) > 2 else b""
+    if len(topic) > MAX_TOPIC:
+        return None
     return Message(topic, int.from_bytes(frames[-2][:SEQUENCE_BYTES], "big"), frames[-1])
 
 

@@ -7,27 +7,32 @@ An engine that hashes differently (a random seed, a bug) gets a table of its own
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 GRACE = 1 << 14
 """How many hashes stay known after their block left every tier: a CPU-tier event may follow the HBM copy's removal."""
 
 
 class HashKeys:
-    """`in_use(key)` says whether a key may still be asked for by its hash."""
+    """A hash is known for as long as its key is held by a lane of these `bits` (a function; None = by any lane)."""
 
-    def __init__(self, in_use: Callable[[int], bool]) -> None:
+    def __init__(self, masks: Mapping[int, int], bits: Callable[[], int] | None = None) -> None:
         self.keys: dict[int, int] = {}
-        self._in_use = in_use
-        self._released: deque[int] = deque()
+        self.released: deque[int] = deque()
+        """Hashes whose blocks left their last tier not long ago."""
+        self._masks = masks
+        self._bits = bits
 
     def release(self, hashes: Iterable[int]) -> None:
         """These hashes' blocks left their last tier: forget the hashes, though not at once."""
-        self._released.extend(hashes)
-        while len(self._released) > GRACE:
-            self.forget_unused(self._released.popleft())
+        self.released.extend(hashes)
+        excess = len(self.released) - GRACE
+        if excess > 0:
+            self.forget_unused([self.released.popleft() for _ in range(excess)])
 
-    def forget_unused(self, block_hash: int) -> None:
-        key = self.keys.get(block_hash)
-        if key is not None and not self._in_use(key):
-            del self.keys[block_hash]
+    def forget_unused(self, hashes: Iterable[int]) -> None:
+        keys, masks, bits = self.keys, self._masks, -1 if self._bits is None else self._bits()
+        for block_hash in hashes:
+            key = keys.get(block_hash)
+            if key is not None and not masks.get(key, 0) & bits:
+                del keys[block_hash]

@@ -5,17 +5,25 @@ no reader asks for it any more, and its publisher's next lane gets another one. 
 masks slice by slice and only then gives them out again, so nothing comes back to life.
 
 There are no tables per endpoint or tier: a block costs one entry here and one of hash → key, whoever holds it.
+
+All of it together has a budget of bytes (budget.py). Where it does not suffice, the least useful blocks are forgotten
+(order.py), by all who hold them. What is held then is less than the truth, and never more: a removal of a block that is
+not known any more changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
 from indexer.hashes import HashKeys
-from indexer.keys import root_key
-from indexer.lane import Lane
+from indexer.keys import block_key, root_key
+from indexer.lane import Lane, each_bit
+from indexer.memory import Memory
+from indexer.order import Order
 from indexer.pool import Pool
 from indexer.residency import Residency
 
@@ -23,11 +31,13 @@ MAX_MODELS = 4096
 """Names of models and adapters that are told apart."""
 NAMED_TIERS = frozenset({"gpu", "cpu", "storage"})
 MAX_OTHER_TIERS = 8
-MAX_RETIRED = 64
+MAX_RETIRED = 4096
 """Retired bits that wait for a sweep; one more and they are swept at once, so masks stay short whoever forgets to."""
 SLICE = 1024
 """Entries looked at between two chances to stop."""
 HASH_SLACK = 1 << 15
+FORGET = 128
+"""Keys forgotten between two chances to stop."""
 
 
 class PrefixIndex:
@@ -38,8 +48,17 @@ class PrefixIndex:
         """Every model and adapter name seen → root of its chains."""
         self.plans: dict[tuple[Residency, ...], Any] = {}
         """For match.py: what it derives from lanes, block sizes and models; emptied whenever those change."""
-        self._publishers: set[Residency] = set()
-        self._pools: dict[tuple[str, str, str], Pool] = {}
+        self.budget = 0
+        """Bytes for all of the index, residencies and parked events included; 0 = without bound."""
+        self.forgotten = 0
+        """Blocks given up so far to keep to the budget."""
+        self.ceiling = sys.maxsize
+        """Blocks beyond which `make_room` must not wait for the next sweep."""
+        self.lanes: dict[int, Lane] = {}
+        """By their bits."""
+        self.gpu_bits = 0
+        self.publishers: set[Residency] = set()
+        self.pools: dict[tuple[str, str, str], Pool] = {}
         """By tier, name and model."""
         self._other_tiers: set[str] = set()
         self._hashes: dict[str, HashKeys] = {}
@@ -48,11 +67,13 @@ class PrefixIndex:
         self._retired = 0
         self._pass: Iterator[None] | None = None
         self._hashes_after_pass = 0
+        self.order = Order(self.masks)
+        self._memory = Memory(self, self.order)
 
     def publisher(self, name: str, model: str = "") -> Residency:
         """What a publisher holds, from now on; `close()` it when its endpoint goes. `model`: its topic's, if any."""
         residency = Residency(self, name, model)
-        self._publishers.add(residency)
+        self.publishers.add(residency)
         return residency
 
     def knows_model(self, name: str) -> bool:
@@ -65,12 +86,12 @@ class PrefixIndex:
 
     def blocks(self, tier: str) -> int:
         """Blocks held in a tier, by all publishers together; what they share counts once."""
-        own = sum(publisher.held(tier) for publisher in self._publishers if not publisher.shares(tier))
-        return own + sum(pool.held for pool in self._pools.values() if pool.tier == tier)
+        own = sum(publisher.held(tier) for publisher in self.publishers if not publisher.shares(tier))
+        return own + sum(pool.held for pool in self.pools.values() if pool.tier == tier)
 
     @property
     def known_hashes(self) -> int:
-        return sum(len(table.keys) for table in self._hash_tables())
+        return sum(len(table.keys) for table in self.hash_tables())
 
     # --- for Residency
 
@@ -85,18 +106,24 @@ class PrefixIndex:
             root = self.roots[name] = root_key(name)
         return root
 
-    def _hash_tables(self) -> list[HashKeys]:
-        return [*self._hashes.values(), *(publisher.own_hashes for publisher in self._publishers)]
+    def renew(self, name: str) -> None:
+        """The adapter of this name is another one than before: what is held of it counts no more."""
+        root = self.roots.get(name)
+        if root is not None and all(publisher.model != name for publisher in self.publishers):
+            self.roots[name] = block_key(b"", root)
+
+    def hash_tables(self) -> list[HashKeys]:
+        return [*self._hashes.values(), *(publisher.own_hashes for publisher in self.publishers)]
 
     def hashes(self, model: str) -> HashKeys:
         """The table that publishers of one model share."""
-        return self._hashes.setdefault(model, HashKeys(self.masks.__contains__))
+        return self._hashes.setdefault(model, HashKeys(self.masks))
 
     def join(self, tier: str, name: str, residency: Residency) -> Pool:
         place = tier, name, residency.model
-        pool = self._pools.get(place)
+        pool = self.pools.get(place)
         if pool is None:
-            pool = self._pools[place] = Pool(self, *place)
+            pool = self.pools[place] = Pool(self, *place)
         pool.members.add(residency)
         self.changed()
         return pool
@@ -107,7 +134,7 @@ class PrefixIndex:
         self.changed()
         if not pool.members:
             pool.clear()
-            del self._pools[pool.tier, pool.name, pool.model]
+            del self.pools[pool.tier, pool.name, pool.model]
 
     def open_lane(self, tier: str, *, counts_copies: bool = True) -> Lane | None:
         """None if there are too many tiers of media without a name here."""
@@ -116,7 +143,11 @@ class PrefixIndex:
                 return None
             self._other_tiers.add(tier)
         self.changed()
-        return Lane(self.masks, 1 << self._take_bit(), counts_copies=counts_copies)
+        lane = Lane(self.masks, 1 << self._take_bit(), counts_copies=counts_copies)
+        self.lanes[lane.bit] = lane
+        if tier == "gpu":
+            self.gpu_bits |= lane.bit
+        return lane
 
     def _take_bit(self) -> int:
         if self._free_bits:
@@ -126,6 +157,8 @@ class PrefixIndex:
 
     def close_lane(self, lane: Lane) -> None:
         self.changed()
+        self.lanes.pop(lane.bit, None)
+        self.gpu_bits &= ~lane.bit
         if lane.held:
             self._retired |= lane.bit
         else:
@@ -136,31 +169,42 @@ class PrefixIndex:
 
     def forget(self, residency: Residency) -> None:
         self.changed()
-        self._publishers.discard(residency)
+        self.publishers.discard(residency)
         self.release_hashes(residency.model)
 
     def release_hashes(self, model: str) -> None:
         """Drop a model's table once no publisher needs it."""
-        if not any(publisher.model == model for publisher in self._publishers):
+        if not any(publisher.model == model for publisher in self.publishers):
             self._hashes.pop(model, None)
 
     # --- clean-up
 
     def sweep(self, limit: int = 4 * SLICE) -> bool:
-        """About `limit` entries' worth of cleaning up after clears and departures; True while there is more to do.
+        """About `limit` entries' worth of cleaning up after clears and departures, and of keeping to the budget; True
+        while there is more to do.
 
         For a periodic task: readers see a clear at once without it. Each pass begins with a list of a table's keys,
         about 10 ms for a million.
         """
+        more = self.order.settle(limit)
         if self._pass is None:
-            if not self._retired and self.known_hashes <= 2 * self._hashes_after_pass + HASH_SLACK:
-                return False
-            self._pass = self._clean()
+            self._pass = self._next_pass()
+            if self._pass is None:
+                return more
         for _ in range(max(1, limit // SLICE)):
             if next(self._pass, self) is self:
                 self._pass = None
-                return bool(self._retired)
+                return more or bool(self._retired)
         return True
+
+    def _next_pass(self) -> Iterator[None] | None:
+        if self.budget:
+            wanted = self._memory.weigh(self.budget)
+            if wanted < len(self.masks):
+                return self._forget_down_to(wanted)
+        if self._retired or self.known_hashes > 2 * self._hashes_after_pass + HASH_SLACK:
+            return self._clean()
+        return None
 
     def _clean(self) -> Iterator[None]:
         """One pass over everything, for the bits that are retired as it begins."""
@@ -169,16 +213,50 @@ class PrefixIndex:
             for keys in _slices(self.masks):
                 _strip(self.masks, keys, retired)
                 yield
-        for table in self._hash_tables():
+        for table in self.hash_tables():
             for hashes in _slices(table.keys):
-                for block_hash in hashes:
-                    table.forget_unused(block_hash)
+                table.forget_unused(hashes)
                 yield
         self._hashes_after_pass = self.known_hashes
         while retired:
             highest = retired.bit_length() - 1
             heappush(self._free_bits, highest)
             retired ^= 1 << highest
+
+    # --- the budget
+
+    def asked(self, keys: Sequence[int]) -> None:
+        """A request has asked for these keys, in their order, and they will not change: such blocks are forgotten last.
+        Costs next to nothing."""
+        self.order.asked(keys)
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by part, not less than their objects take. What the allocator wastes comes on top, up to a tenth."""
+        return self._memory.parts()
+
+    def make_room(self) -> None:
+        """To be called when there are more blocks than `ceiling`: events come in faster than they are swept."""
+        self.forget_blocks(self.order.least_useful(4 * FORGET, self.gpu_bits))
+
+    def _forget_down_to(self, count: int) -> Iterator[None]:
+        while len(self.masks) > count:
+            self.forget_blocks(self.order.least_useful(FORGET, self.gpu_bits))
+            yield
+        yield from self._clean()
+
+    def forget_blocks(self, keys: Sequence[int]) -> None:
+        """Take them out of every lane. Their hashes follow later; until then they lead to nothing."""
+        held, distinct = Counter[int](), set(keys)
+        for mask, count in Counter(map(self.masks.pop, keys)).items():
+            for bit in each_bit(mask):
+                held[bit] += count
+        for bit, count in held.items():
+            lane = self.lanes.get(bit)
+            if lane is not None:
+                if not lane.forgotten:
+                    self.changed()
+                lane.forget(distinct, count)
+        self.forgotten += len(keys)
 
 
 def _slices(table: Collection[int]) -> Iterator[list[int]]:

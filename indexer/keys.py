@@ -13,7 +13,10 @@ from struct import Struct
 from typing import Any
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+MAX_EXTRA = 128
+"""Bytes of what is kept of a block's extras."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -50,5 +53,21 @@ def block_key(tokens: bytes, before: int, extra: bytes = b"") -> int:
 
 
 def encode_extras(items: Sequence[Any]) -> bytes:
-    """What besides tokens tells a block apart: its salt, media identifiers, (identifier, offset) pairs … as bytes."""
-    return _encode(list(items))
+    """What besides tokens tells a block apart: its salt, media identifiers, (identifier, offset) pairs … as bytes, of
+    which there are few however long a salt is."""
+    encoded = _encode(list(items))
+    return encoded if len(encoded) <= MAX_EXTRA else xxh3_128_digest(encoded)
+
+
+def opaque(block_hash: int) -> int:
+    """A key for a block whose content no prompt that is matched can have: of no form that `chain` gives."""
+    return block_hash | 1 << 64
+
+
+def is_opaque(key: int) -> bool:
+    return key >> 64 != 0
+
+
+def is_salt(extra: bytes) -> bool:
+    """Is this all that `encode_extras` was given, one short text? Media have pairs, and embeddings bytes."""
+    return len(extra) > 1 and extra[0] == 0x91 and (0xA0 <= extra[1] < 0xC0 or extra[1] in (0xD9, 0xDA, 0xDB))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from itertools import islice, repeat
 
 
 class Lane:
-    __slots__ = ("_given", "_taken", "bit", "counts_copies", "dropped_copies", "held", "masks", "surplus")
+    __slots__ = ("_given", "_taken", "bit", "counts_copies", "dropped_copies", "forgotten", "held", "masks", "surplus")
 
     def __init__(self, masks: dict[int, int], bit: int, *, counts_copies: bool = True) -> None:
         self.masks = masks
@@ -20,6 +21,8 @@ class Lane:
         """Key → copies beyond the first. Engines announce every physical copy, and the removal of each."""
         self.dropped_copies = 0
         """Removals of copies beyond the first."""
+        self.forgotten = 0
+        """Blocks that it held, and may still hold, when the index forgot them."""
         self._given = (0, bit)
         self._taken = (bit, 0)
 
@@ -74,6 +77,13 @@ class Lane:
         self.masks[key] = self._without(mask)
         return False
 
+    def forget(self, keys: Set[int], held: int) -> None:
+        """The index forgets these keys, of which `held` were here."""
+        self.held -= held
+        self.forgotten += held
+        for key in self.surplus.keys() & keys:
+            del self.surplus[key]
+
     def _with(self, mask: int) -> int:
         if mask is not self._given[0]:
             self._given = (mask, mask | self.bit)
@@ -90,3 +100,9 @@ class Lane:
             del self.surplus[key]
         else:
             self.surplus[key] -= 1
+
+
+def each_bit(mask: int) -> Iterator[int]:
+    while mask:
+        yield mask & -mask
+        mask &= mask - 1

@@ -4,21 +4,21 @@ As vLLM does it: the run of HBM blocks from the first, short of the last token (
 chunks, from the chunk in which that run ends, as long as the chunk's *last* block is in the CPU tier, else in storage.
 Such a load may reach the last token, and must gain at least a chunk's worth of blocks.
 
-Where some layers attend to a sliding window, the HBM run is cut to end where the window before it is held; what lower
-tiers would serve is not counted then.
+Engines whose layers do not all attend to everything before them have rules of their own (hybrid.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import itemgetter
 
+from indexer.hybrid import Runs, hbm_hit, load_hit
 from indexer.index import PrefixIndex
 from indexer.keys import chain, encode_extras
-from indexer.plan import Group, Stage, plan
+from indexer.plan import Group, Ruled, Stage, plan
 from indexer.residency import Residency
 from indexer.walk import walk
 
@@ -60,16 +60,27 @@ class Match:
     storage: list[int]
     other: list[int]
     """Tiers of media that the indexer has no name for."""
+    recomputed: dict[int, str] = field(default_factory=dict)
+    """Whose last block comes from which tier but for its last token, which the engine computes anew."""
 
     def column(self, tier: str) -> list[int]:
         return getattr(self, tier) if tier in _COLUMNS else self.other
+
+    def tokens(self, tier: str) -> list[int]:
+        """The column, in tokens."""
+        tokens = [
+            blocks * residency.block_size for blocks, residency in zip(self.column(tier), self.residencies, strict=True)
+        ]
+        for i, last in self.recomputed.items():
+            tokens[i] -= last == tier
+        return tokens
 
     def blocks(self, i: int) -> int:
         return self.gpu[i] + self.cpu[i] + self.storage[i] + self.other[i]
 
     def cached_tokens(self, i: int) -> int:
         """What the engine would report as `cached_tokens`."""
-        return self.blocks(i) * self.residencies[i].block_size
+        return self.blocks(i) * self.residencies[i].block_size - (i in self.recomputed)
 
 
 def match(index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency]) -> Match:
@@ -78,32 +89,40 @@ def match(index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency]) 
     result = Match(residencies, zeros, zeros[:], zeros[:], zeros[:])
     for group in plan(index, residencies):
         keys = prompt.keys(group.block_size, index.roots.get(prompt.model, group.root))
-        if keys:
+        index.asked(keys)
+        if keys and (group.first or group.sharers):
             ends = walk(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result.gpu)
-            for member, windows in group.windows.items():
-                result.gpu[member] = _end_in_windows(index.masks, keys, result.gpu[member], windows)
             if ends or group.sharers:
                 _add_lower(group, ends, index.masks, keys, result)
+        if keys and group.ruled:
+            runs = Runs(index.masks, keys)
+            for member, ruled in group.ruled.items():
+                _add_ruled(member, ruled, runs, len(prompt), result)
     return result
 
 
-def _end_in_windows(masks: Mapping[int, int], keys: Sequence[int], end: int, windows: Sequence[tuple[int, int]]) -> int:
-    """The last place, at most `end`, where an HBM run may end: all windows that end there are held."""
-    tried = -1
-    while end != tried:
-        tried = end
-        for bit, blocks in windows:
-            end = _end_in_window(masks, keys, end, bit, blocks)
-    return end
-
-
-def _end_in_window(masks: Mapping[int, int], keys: Sequence[int], end: int, bit: int, blocks: int) -> int:
-    run = 0
-    for at in range(end - 1, -1, -1):
-        run = run + 1 if masks.get(keys[at], 0) & bit else 0
-        if run == blocks:
-            return at + blocks
-    return run
+def _add_ruled(member: int, ruled: Ruled, runs: Runs, tokens: int, result: Match) -> None:
+    unit = ruled.rule.unit
+    hit = hbm_hit(ruled.rule, ruled.gpu, runs, tokens)
+    result.gpu[member] = hit // unit
+    if not ruled.below:
+        return
+    chunks = [
+        runs.with_any(part.chunk // unit, cpu | storage)
+        for part, (cpu, storage) in zip(ruled.loads.parts, ruled.below, strict=True)
+    ]
+    end = load_hit(ruled.loads, chunks, tokens, hit)
+    if end == hit:
+        return
+    blocks = -(-end // unit)
+    chunk, (cpu, storage) = ruled.loads.parts[0].chunk // unit, ruled.below[0]
+    stored = runs.where(chunk, lambda mask: mask & storage != 0 and not mask & cpu)
+    overlaps = [min(behind * chunk, blocks) - max(start * chunk, hit // unit) for start, behind in stored]
+    result.storage[member] = sum(overlap for overlap in overlaps if overlap > 0)
+    result.cpu[member] = blocks - hit // unit - result.storage[member]
+    if end % unit:
+        in_storage = any(start * chunk < blocks <= behind * chunk for start, behind in stored)
+        result.recomputed[member] = "storage" if in_storage else "cpu"
 
 
 def _add_lower(
@@ -118,7 +137,7 @@ def _add_lower(
             continue
         gain = at - at % size - result.gpu[stage.member]
         if gain >= size:
-            result.column(stage.tier)[stage.member] = gain
+            result.column(stage.tier)[stage.member] = gain - group.thinned.get(stage.member, 0)
     if mixed:
         runs = _runs(group, masks, keys)
         for member in mixed:
@@ -154,5 +173,7 @@ def _add_mixed(group: Group, member: int, runs: Sequence[tuple[int, int]], resul
     if at - gpu >= group.chunk:
         for stage in tiers:
             result.column(stage.tier)[member] = 0
-        for stage, gain in gains.items():
-            result.column(stage.tier)[member] += gain
+        less = group.thinned.get(member, 0)
+        for stage, gain in reversed(gains.items()):
+            result.column(stage.tier)[member] += max(0, gain - less)
+            less = max(0, less - gain)

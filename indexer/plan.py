@@ -1,6 +1,7 @@
 """What matching needs to know about a set of candidates, worked out once and kept until their lanes change.
 
 Candidates with equal block sizes, roots and chunks form a group, whose prompts are matched in one walk over the keys.
+Each engine whose KV-cache groups are not all alike goes by a rule of its own (hybrid.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
+from indexer.groups import Rule
+from indexer.hybrid import Loads, loads
 from indexer.index import PrefixIndex
 from indexer.residency import Residency
 
@@ -44,6 +47,28 @@ class Ended(NamedTuple):
     """Bits of the stages that follow."""
 
 
+@dataclass(slots=True, frozen=True)
+class Ruled:
+    """A candidate that reuses blocks by a rule of its own."""
+
+    rule: Rule
+    gpu: Sequence[int]
+    """For each lookup of the rule the bits that a block must have."""
+    loads: Loads
+    below: Sequence[tuple[int, int]]
+    """For each part of the loads the bits of CPU RAM and of storage, of which a chunk must have one; none = nothing is
+    expected there."""
+
+    @classmethod
+    def of(cls, residency: Residency, rule: Rule) -> Ruled:
+        plan = loads(rule, residency.blocks_per_chunk)
+        gpu = [residency.bits("gpu", lookup.groups) for lookup in rule.lookups]
+        below = [tuple(residency.bits(tier, [part.group]) for tier in ("cpu", "storage")) for part in plan.parts]
+        # Others' connectors may have rules of their own, and hits that end inside blocks are not looked for in chunks.
+        known = rule.told and not rule.is_fine and not residency.is_thinned and all(map(any, below))
+        return cls(rule, gpu, plan, [(cpu, storage) for cpu, storage in below] if known else [])
+
+
 @dataclass(slots=True)
 class Group:
     block_size: int
@@ -62,8 +87,11 @@ class Group:
     """Member → its first stage below HBM that the walk knows."""
     below: dict[int, Sequence[Stage]] = field(default_factory=dict)
     """Member → all its stages below HBM, in order."""
-    windows: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """Member → where its HBM run may end (`Residency.windows`), if it has groups of sliding windows."""
+    ruled: dict[int, Ruled] = field(default_factory=dict)
+    """Members that are no part of the walk."""
+    thinned: dict[int, int] = field(default_factory=dict)
+    """Member → blocks by which a load from below may turn out shorter. The index has forgotten some of its HBM blocks:
+    where its run seems to end the real one may go on, and end too near to the load's end for a whole chunk."""
     sharers: list[int] = field(default_factory=list)
     """Members with a store that others share. Its bit cannot tell the walk whose stage has ended, so those stages are
     no part of it."""
@@ -72,14 +100,13 @@ class Group:
     _stages: dict[int, Stage] = field(default_factory=dict)
     """By each of its bits."""
 
-    def enter(self, member: int, residency: Residency) -> None:
+    def enter(self, member: int, residency: Residency, rule: Rule) -> None:
+        if not rule.is_plain:
+            self.ruled[member] = Ruled.of(residency, rule)
+            return
         stage: Stage | None = None
         below: list[Stage] = []
-        tiers = residency.tiers()
-        if windows := residency.windows:
-            self.windows[member] = windows
-            tiers &= {"gpu"}
-        for tier in sorted(tiers, key=_rank, reverse=True):
+        for tier in sorted(residency.tiers(), key=_rank, reverse=True):
             if residency.shares(tier):
                 below.append(Stage(member, tier, residency.bits(tier), None))
                 continue
@@ -91,6 +118,8 @@ class Group:
                 self.flat = self.flat and stage.next is None and stage.bits.bit_count() == 1
                 self.lower[member] = stage
                 below.append(stage)
+        if self.chunk > 1 and residency.is_thinned:
+            self.thinned[member] = self.chunk - 1
         self.first |= stage.bits if stage else 0
         self.below[member] = below[::-1]
         self.low |= _union(stage.bits for stage in below)
@@ -126,9 +155,10 @@ def plan(index: PrefixIndex, residencies: Sequence[Residency]) -> Sequence[Group
 def _groups(candidates: Sequence[Residency]) -> Sequence[Group]:
     groups: dict[tuple[int, int, int], Group] = {}
     for i, residency in enumerate(candidates):
-        if residency.block_size and residency.is_predictable:
+        rule = residency.rule
+        if residency.block_size and rule is not None:
             shape = (residency.block_size, residency.root, residency.blocks_per_chunk)
-            groups.setdefault(shape, Group(*shape)).enter(i, residency)
+            groups.setdefault(shape, Group(*shape)).enter(i, residency, rule)
     return list(groups.values())
 
 

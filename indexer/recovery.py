@@ -15,6 +15,10 @@ ATTEMPTS = 3
 do not come whole, to the publisher's memory."""
 HELD_BATCHES = 4096
 HELD_BYTES = 32 * 2**20
+HELD_BYTES_IN_ALL = 256 * 2**20
+"""By all streams of a process."""
+MESSAGE_BYTES = 256
+"""Of memory that a held message takes besides its payload."""
 
 
 class Copy:
@@ -34,11 +38,26 @@ class Copy:
         self.numbers.skip_to(before)
 
 
+class Allowance:
+    """Bytes that the held batches of several streams may take together."""
+
+    __slots__ = ("limit", "taken")
+
+    def __init__(self, limit: int = HELD_BYTES_IN_ALL) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.taken > self.limit
+
+
 @dataclass(slots=True)
 class Recovery:
     """Replayed batches go into `copy`; live ones wait in `held` until the replay has come up to them."""
 
     copy: Copy
+    allowance: Allowance
     held: deque[Message] = field(default_factory=deque)
     held_bytes: int = 0
     begun: bool = False
@@ -51,8 +70,28 @@ class Recovery:
     def hold(self, message: Message) -> bool:
         """False if there is no room."""
         self.held.append(message)
-        self.held_bytes += len(message.payload)
-        return len(self.held) <= HELD_BATCHES and self.held_bytes <= HELD_BYTES
+        self._count(_size(message))
+        full = len(self.held) > HELD_BATCHES or self.held_bytes > HELD_BYTES or self.allowance.is_exceeded
+        return not full
+
+    def release(self) -> Message:
+        """The first held one, which waits no longer."""
+        message = self.held.popleft()
+        self._count(-_size(message))
+        return message
+
+    def end(self) -> None:
+        """What is still held is nobody's any more."""
+        self._count(-self.held_bytes)
+
+    def _count(self, size: int) -> None:
+        self.held_bytes += size
+        self.allowance.taken += size
+
+    @property
+    def newest(self) -> int:
+        """Highest number that is known to exist."""
+        return max(self.copy.numbers.last, self.held[-1].seq if self.held else -1)
 
     def moved(self) -> bool:
         """A look: has anything come since the last one?"""
@@ -100,6 +139,13 @@ class Rebuild(Recovery):
         self.begun = True
         self.advanced()
 
+    def discard(self) -> None:
+        """The copy has come to nothing. What it put into shared stores may be gone from there by now, and nobody would
+        say so."""
+        if self.used:
+            self.copy.residency.forget()
+        self.copy.residency.close()
+
     def start_over(self, copy: Copy, *, snapshot: bool) -> None:
         self.copy = copy
         self.snapshot = Parts() if snapshot and self.stalls < ATTEMPTS - 1 else None
@@ -124,3 +170,7 @@ class Parts:
     @property
     def whole(self) -> bool:
         return self.taken == self.wanted
+
+
+def _size(message: Message) -> int:
+    return len(message.payload) + MESSAGE_BYTES

@@ -2,8 +2,10 @@
 
 An event is indexed as far as its blocks' keys can be known: computed from its tokens where the event says all that goes
 into a key, looked up by hash where it does not (placeholders, CPU-tier events without extra keys), and kept aside where
-neither works yet (parking.py). What counts are groups of full attention; groups of sliding windows are followed in HBM,
-where they limit what can be reused. Of an engine with a group of any other kind no hit is expected.
+neither works yet (parking.py). Which groups' blocks are followed, and what they are for, is said in groups.py.
+
+Where an engine's groups have blocks of several sizes, keys are of the largest *unit* that divides them all, and a block
+is known by the key of its last unit, just as vLLM hashes it.
 
 Nothing an engine sends raises here; what cannot be used is counted in `skipped`.
 """
@@ -16,25 +18,19 @@ from itertools import repeat
 from math import gcd
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
+from indexer.groups import Groups, Rule
 from indexer.hashes import HashKeys
-from indexer.keys import block_key, chain, root_key
+from indexer.keys import block_key, root_key
 from indexer.lane import Lane
 from indexer.parking import Parking
 from indexer.pool import Pool
+from indexer.stored import described_size, keys_after, says_all, usable
 from indexer.vllm_hash import is_unsalted_first_block
 from indexer.wire import BlockRemoved, BlocksCleared, BlockStored, Event, Notes
 
 if TYPE_CHECKING:
     from indexer.index import PrefixIndex
 
-PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""`kv_cache_spec_kind`s whose blocks are reusable whenever all blocks before them are."""
-
-WINDOW_KIND = "sliding_window"
-
-MAX_GROUPS = 32
 MAX_SCOPES = 64
 """Kinds of events whose lane is remembered."""
 MAX_HELD = 1 << 22
@@ -59,20 +55,19 @@ class Residency:
         """Its own, by tier and KV-cache group."""
         self._pools: dict[str, Pool] = {}
         """By tier, where it shares one."""
-        self._window_lanes: dict[int, Lane] = {}
-        """In HBM, by KV-cache group."""
-        self._groups: dict[int, int | None] = {}
-        """KV-cache group → its window in tokens, 0 for full attention; None if it is not indexed."""
+        self._groups = Groups()
+        self._unit = 0
+        """Tokens that a key stands for, where some group's blocks are larger; 0 = a block's."""
         self._admitted: dict[tuple[str, int | None, str, int, str, int], Lane] = {}
         """What decides whether an event is indexed → its lane, for those that are."""
-        self._parking = Parking()
+        self.parking = Parking()
         self.own_block_size = 0
         """As its own events say; 0 = they have not."""
         self._sized_by_hbm = False
         self._told_chunk = 0
         self._learned_chunk = 0
         self._closed = False
-        self.own_hashes = HashKeys(self._is_held)
+        self.own_hashes = HashKeys(index.masks, self._all_bits)
         """Where this engine's hashes are not the ones that others of its model use."""
         self._bind(model)
 
@@ -93,7 +88,7 @@ class Residency:
     @model.setter
     def model(self, model: str) -> None:
         if model != self._model:
-            self.clear()
+            self.forget()
             former, stores = self._model, {tier: pool.name for tier, pool in self._pools.items()}
             for tier in stores:
                 self.share(tier, None)
@@ -104,7 +99,8 @@ class Residency:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block; learned from the events, else from those of who shares a store with it; 0 = unknown."""
+        """Tokens a block (a unit, where blocks are of several sizes); learned from notes and events, else from those of
+        who shares a store with it; 0 = unknown."""
         return self.own_block_size or max((pool.block_size for pool in self._pools.values()), default=0)
 
     @property
@@ -119,7 +115,9 @@ class Residency:
             self._index.changed()
 
     def told(self, notes: Notes) -> None:
-        """What the publisher says of its tiers, before the events of the same batch."""
+        """What the publisher says of its groups and tiers, before the events of the same batch."""
+        if notes.groups is not None and self._groups.tell(notes.groups):
+            self._groups_told()
         tiers = notes.tiers
         if tiers is None:
             return
@@ -159,51 +157,47 @@ class Residency:
 
     # --- what it holds
 
-    def bits(self, tier: str) -> int:
-        """Of the index's masks: a block with all of these is in the tier. 0 = nothing is."""
-        return sum(lane.bit for lane in self._tier_lanes(tier))
+    def bits(self, tier: str, groups: Iterable[int] | None = None) -> int:
+        """Of the index's masks: a block with all of these is in the tier, in these groups (None = those that decide).
+        0: nothing is."""
+        if groups is None:
+            return sum(lane.bit for lane in self._tier_lanes(tier))
+        lanes = self._lanes_in(tier)
+        found = [lanes.get(group) for group in groups]
+        return 0 if None in found else sum(lane.bit for lane in found if lane is not None)
 
     def holds(self, tier: str, key: int) -> bool:
         bits = self.bits(tier)
         return bool(bits) and self._index.masks.get(key, 0) & bits == bits
 
     @property
-    def windows(self) -> list[tuple[int, int]]:
-        """Where HBM's run may end: only behind so many blocks (second) that all have this bit (first; 0 = none has),
-        for each group of sliding-window attention."""
-        lanes, size = self._window_lanes, self.block_size
-        return [
-            (lanes[group].bit if group in lanes else 0, max(1, -(-(window - 1) // size)))
-            for group, window in self._all_groups().items()
-            if window and size
-        ]
-
-    @property
-    def is_predictable(self) -> bool:
-        """Is every group that the engine needs for a hit indexed? Groups are numbered from 0, so one that no event has
-        told of yet shows as a gap."""
-        groups = self._all_groups()
-        known = {*groups, *(group for pool in self._pools.values() for group in pool.lanes)}
-        return None not in groups.values() and all(group in known for group in range(len(known)))
-
-    def _all_groups(self) -> dict[int, int | None]:
-        """With those that only others have told of who share a store with it: they run the same model."""
-        groups: dict[int, int | None] = {}
-        for pool in self._pools.values():
-            for member in pool.members:
-                groups |= member._groups
-        return groups | self._groups
+    def rule(self) -> Rule | None:
+        """By which the engine reuses blocks; None: no hit is to be expected."""
+        pools = self._pools.values()
+        others = (member._groups for pool in pools for member in pool.members if member is not self)
+        return self._groups.rule(self.block_size, others, (group for pool in pools for group in pool.lanes))
 
     def held(self, tier: str) -> int:
         """Blocks in a tier; of several groups, the group's with fewest."""
         return min((lane.held for lane in self._tier_lanes(tier)), default=0)
 
+    @property
+    def is_thinned(self) -> bool:
+        """Has the index forgotten blocks that are, or were, in its HBM?"""
+        return any(lane.forgotten for lane in self._lanes_in("gpu").values())
+
     def _tier_lanes(self, tier: str) -> list[Lane]:
-        """One a KV-cache group. A block is in the tier if it is in all of them."""
+        """One a KV-cache group, of full attention if there are such. A block is in the tier if it is in all of them."""
+        lanes = self._lanes_in(tier)
+        needed = self._groups.prefix_groups() or lanes
+        return [lanes[group] for group in needed] if all(group in lanes for group in needed) else []
+
+    def _lanes_in(self, tier: str) -> dict[int, Lane]:
+        """By KV-cache group."""
         pool = self._pools.get(tier)
         if pool is not None:
-            return list(pool.lanes.values())
-        return [lane for (lane_tier, _), lane in self._lanes.items() if lane_tier == tier]
+            return pool.lanes
+        return {group: lane for (lane_tier, group), lane in self._lanes.items() if lane_tier == tier}
 
     def tiers(self) -> set[str]:
         """In which anything is or was held."""
@@ -212,12 +206,12 @@ class Residency:
     @property
     def parked(self) -> int:
         """Blocks that the engine holds but that are not indexed yet, for want of an event that says what they are."""
-        return len(self._parking)
+        return len(self.parking)
 
     @property
     def dropped(self) -> int:
         """Parked blocks that were given up for newer ones."""
-        return self._parking.dropped
+        return self.parking.dropped
 
     def counted(self) -> Counter[str]:
         """All its counters but `skipped`, by their names. Only ever up."""
@@ -246,20 +240,20 @@ class Residency:
         for name, lane in gone.items():
             del self._lanes[name]
             self._index.close_lane(lane)
-        windows = list(self._window_lanes.values()) if wanted is None or "gpu" in wanted else []
-        if windows:
-            self._window_lanes.clear()
-        for lane in windows:
-            self._index.close_lane(lane)
         self.lanes_changed()
         if wanted is None:
-            self._parking.clear()
-            self.own_hashes = HashKeys(self._is_held)
+            self.parking.clear()
+            self.own_hashes = HashKeys(self._index.masks, self._all_bits)
             self._learned_chunk = 0
-        elif self._parking and (gone or windows):
-            self._parking.forget([*gone.values(), *windows])
+        elif self.parking and gone:
+            self.parking.forget(gone.values())
         for tier in self._pools.keys() & (wanted or ()):
             self._pools[tier].clear()
+
+    def restart(self) -> None:
+        """Another life of the engine begins: forget everything, and what kind of engine it was too."""
+        self._groups, self._unit = Groups(), 0
+        self.clear()
 
     def forget(self) -> None:
         """Messages were lost, which may have told of removals: nothing is certain any more, of shared stores either."""
@@ -278,25 +272,29 @@ class Residency:
             self._index.forget(self)
 
     def _store(self, event: BlockStored) -> None:
-        if event.kind == WINDOW_KIND and len(event.tokens) > 4 * event.block_size * len(event.hashes):
-            # vLLM gives the tokens of blocks that the window has left behind too, but not their hashes
-            event = replace(event, tokens=b"")
+        if len(event.tokens) != 4 * event.block_size * len(event.hashes) or event.lead:
+            event = usable(event)
+            if event.tokens and not event.block_size:
+                self.skipped["tokens_do_not_fill_blocks"] += 1
+                return
         lane = self._admit(event)
         if lane is None:
             return
         self.stored_blocks += len(event.hashes)
-        parent = self._parent_key(event) if event.tokens and _says_all(event) else None
+        parent = self._parent_key(event) if event.tokens and says_all(event) else None
         if parent is None:
             self._store_by_hash(event, lane)
         else:
-            keys = chain(event.tokens, event.block_size, parent, event.extras)
+            keys = keys_after(event, parent, self._unit)
             masks = lane.add_chain(keys, count_copies=not event.repeats)
             self._learn(event.hashes, keys, masks)
-        if self._parking or (self._pools and any(pool.parking for pool in self._pools.values())):
+        if self.parking or (self._pools and any(pool.parking for pool in self._pools.values())):
             self._settle(event.hashes)
         if lane.held > MAX_HELD:
             self.skipped["too_many_blocks"] += 1
             self.clear([event.tier])
+        if len(self._index.masks) > self._index.ceiling:
+            self._index.make_room()
 
     def _store_by_hash(self, event: BlockStored, lane: Lane) -> None:
         """For events that do not say all: trust what is known of a hash, derive the rest, keep the remainder aside."""
@@ -313,6 +311,8 @@ class Residency:
         """Fill the gaps in `keys` that follow a known block (or a known parent) from the event's tokens."""
         derived: list[int | None] = []
         before = self._parent_key(event)
+        if self._unit or event.lead:
+            return list(keys) if before is None else self._derive_all(event, keys, before)
         extras = event.extras or {}
         step = 4 * event.block_size
         for i, key in enumerate(keys):
@@ -324,12 +324,22 @@ class Residency:
             before = key
         return derived
 
+    def _derive_all(self, event: BlockStored, keys: Sequence[int | None], before: int) -> list[int | None]:
+        fresh = {
+            block_hash: key
+            for block_hash, known, key in zip(event.hashes, keys, keys_after(event, before, self._unit), strict=True)
+            if known is None
+        }
+        masks = [self._index.masks.get(key, 0) for key in fresh.values()]
+        self._learn(list(fresh), list(fresh.values()), masks if any(masks) else [])
+        return self._keys(event.hashes)
+
     def _parent_key(self, event: BlockStored) -> int | None:
         """Key of the block before the event's first; None if unknown. Before a prompt's first block it is the root,
         provided that the event lets us tell a salted block from an unsalted one."""
         if event.parent is not None:
             return self._key(event.parent)
-        if not _says_all(event):
+        if not says_all(event):
             first = event.tokens[: 4 * event.block_size]
             if event.lora_name or not is_unsalted_first_block(event.hashes[0], first):
                 return None
@@ -346,7 +356,7 @@ class Residency:
     def _settle(self, hashes: Iterable[int]) -> None:
         """Index what waited for these hashes, and what waited for that."""
         queue = list(hashes)
-        parkings = [self._parking, *(pool.parking for pool in self._pools.values())]
+        parkings = [self.parking, *(pool.parking for pool in self._pools.values())]
         while queue:
             block_hash = queue.pop()
             key = self._key(block_hash)
@@ -362,13 +372,11 @@ class Residency:
 
     def _parking_of(self, tier: str) -> Parking:
         pool = self._pools.get(tier)
-        return self._parking if pool is None else pool.parking
+        return self.parking if pool is None else pool.parking
 
     def _remove(self, event: BlockRemoved) -> None:
         pool, group = self._pools.get(event.tier), event.group or 0
         lane = self._lanes.get((event.tier, group)) if pool is None else pool.lanes.get(group)
-        if event.tier == "gpu" and group in self._window_lanes:
-            lane = self._window_lanes[group]
         if lane is None:
             self.skipped_removals += 1
             return
@@ -391,10 +399,7 @@ class Residency:
 
     def _admit(self, event: BlockStored) -> Lane | None:
         """The lane that the event's blocks belong in; None, counted, if they are not to be indexed."""
-        if event.tokens and len(event.tokens) != 4 * event.block_size * len(event.hashes):
-            self.skipped["tokens_do_not_fill_blocks"] += 1
-            return None
-        scope = (event.tier, event.group, event.kind, event.window, event.lora_name, _size(event))
+        scope = (event.tier, event.group, event.kind, event.window, event.lora_name, described_size(event))
         lane = self._admitted.get(scope)
         if lane is None:
             lane = self._examine(event)
@@ -409,7 +414,7 @@ class Residency:
         problem = self._problem(event)
         lane = None
         if not problem:
-            if _size(event):
+            if described_size(event):
                 self._learn_block_size(event)
             lane = self._lane(event.tier, event.group or 0)
         if lane is None:
@@ -418,43 +423,36 @@ class Residency:
 
     def _problem(self, event: BlockStored) -> str:
         """Why events like this one are not indexed; "" if they are."""
-        problem = self._group_problem(event)
+        if self._groups.hear(event):
+            self.lanes_changed()
+            self._index.changed()
+        problem = self._groups.problem(event)
         if problem:
             return problem
         if event.lora_name and self._index.root(event.lora_name) is None:
             return "too_many_models"
-        if _size(event) not in (0, self.own_block_size) and not self._may_resize(event.tier):
-            return "other_block_size"
-        return ""
+        return "" if self._fits(event) else "other_block_size"
+
+    def _fits(self, event: BlockStored) -> bool:
+        size, told = described_size(event), self._groups.told
+        if size in (0, self.own_block_size) or (told and size % self.own_block_size == 0):
+            return True
+        if not told and self._may_resize(event.tier):
+            return True
+        if self._groups.hear_other_size(event):
+            self._index.changed()
+        return False
 
     def _may_resize(self, tier: str) -> bool:
         """The block size is HBM's to say; some stores below it announce blocks of their own size."""
         if tier == "gpu":
-            return not any(lane.held for lane in self._tier_lanes("gpu"))
+            return not any(lane.held for lane in self._lanes_in("gpu").values())
         return not self._sized_by_hbm and not any(lane.held for lane in self._lanes.values())
-
-    def _group_problem(self, event: BlockStored) -> str:
-        group, window = event.group, _window(event)
-        if group is None:
-            return "" if not event.kind or window == 0 else "not_a_prefix_cache"
-        if event.kind and (group in self._groups or len(self._groups) < MAX_GROUPS):
-            if group not in self._groups or self._groups[group] != window:
-                self.lanes_changed()
-                self._index.changed()
-            self._groups[group] = window
-        if group not in self._groups:
-            return "unknown_group"
-        window = self._groups[group]
-        return "" if window == 0 or (window and event.tier == "gpu") else "not_a_prefix_cache"
 
     def _lane(self, tier: str, group: int) -> Lane | None:
         pool = self._pools.get(tier)
         if pool is not None:
             return pool.lane(group)
-        if self._groups.get(group):
-            if group not in self._window_lanes and (lane := self._index.open_lane(tier)):
-                self._window_lanes[group] = lane
-            return self._window_lanes.get(group)
         lane = self._lanes.get((tier, group)) or self._index.open_lane(tier)
         if lane is not None:
             self._lanes[tier, group] = lane
@@ -465,12 +463,24 @@ class Residency:
         self._admitted.clear()
 
     def _learn_block_size(self, event: BlockStored) -> None:
-        if event.block_size != self.own_block_size:
-            sized = [tier for (tier, _), lane in self._lanes.items() if lane.held]
-            self.clear([*sized, *(["gpu"] if self._window_lanes else [])])  # in blocks of another size
-            self.own_block_size = event.block_size
+        if not self._groups.told:
+            self._resize(event.block_size)
+            self._sized_by_hbm = self._sized_by_hbm or event.tier == "gpu"
+
+    def _resize(self, size: int) -> None:
+        if size != self.own_block_size:
+            self.clear({tier for (tier, _), lane in self._lanes.items() if lane.held})  # in blocks of another size
+            self.own_block_size = size
             self._index.changed()
-        self._sized_by_hbm = self._sized_by_hbm or event.tier == "gpu"
+
+    def _groups_told(self) -> None:
+        rule = self._groups.told
+        if rule is not None:
+            self._resize(rule.unit)
+            self._sized_by_hbm = True
+        self._unit = rule.unit if rule and any(lookup.block != rule.unit for lookup in rule.lookups) else 0
+        self.lanes_changed()
+        self._index.changed()
 
     def _learn_chunk(self, blocks: int) -> None:
         # Offloading announces one chunk an event. Publishers of other CPU tiers announce any number of blocks, of which
@@ -514,25 +524,6 @@ class Residency:
         if self.own_hashes.keys:
             self.own_hashes.release(hashes)
 
-    def _is_held(self, key: int) -> bool:
-        mask = self._index.masks.get(key, 0)
-        lanes = [lane for tier in self.tiers() for lane in self._tier_lanes(tier)]
-        return any(mask & lane.bit for lane in (*lanes, *self._window_lanes.values()))
-
-
-def _size(event: BlockStored) -> int:
-    """Tokens a block; 0 where the event does not describe its blocks, and its size may mean anything."""
-    return event.block_size if event.tokens or event.kind == WINDOW_KIND else 0
-
-
-def _window(event: BlockStored) -> int | None:
-    """Of the event's group, in tokens; 0 for full attention; None if it is of a kind that is not indexed."""
-    if event.kind == WINDOW_KIND:
-        return event.window or None
-    return 0 if event.kind in PREFIX_KINDS else None
-
-
-def _says_all(event: BlockStored) -> bool:
-    """Do tokens, adapter and extra keys of the event determine its blocks' keys? Off the GPU engines leave extra keys
-    out; on it, an event without them is from an engine that has none."""
-    return event.extras is not None or event.tier == "gpu"
+    def _all_bits(self) -> int:
+        """Of the lanes that it holds anything in, with those that it shares."""
+        return sum(lane.bit for tier in self.tiers() for lane in self._lanes_in(tier).values())

@@ -65,10 +65,14 @@ class SequenceTracker:
         if seq == self.last + 1 or self.since is None:
             self._heard = seq
             return Verdict.APPLY
-        if seq < self._heard:
+        if self.goes_back(seq):
             return Verdict.RESTART
         self._heard = seq
         return self.replayed(seq)
+
+    def goes_back(self, seq: int) -> bool:
+        """Is it lower than what was heard, and not the next one?"""
+        return seq < self._heard and seq != self.last + 1 and self.since is not None
 
     def replayed(self, seq: int) -> Verdict | Gap:
         """A message from the publisher's memory: never a restart, and not held against live ones."""

@@ -15,17 +15,28 @@ from collections.abc import Callable
 
 import zmq
 
+from indexer.curve import Curve
+from indexer.wire import MAX_PAYLOAD
+
 logger = logging.getLogger(__name__)
 
 SLICE = 0.001
 """Seconds."""
 BURST = 16
 """Messages of one socket before the next one has its turn."""
-MAX_MESSAGE_BYTES = 64 * 2**20
-SUBSCRIBER_QUEUE = 4096
+MAX_MESSAGE_BYTES = MAX_PAYLOAD
+"""Of one frame. ZMQ ends the connection to a peer that sends more, before it has taken it in."""
+SUBSCRIBER_QUEUE = 64
 """Messages; beyond it the publisher's own queue fills, and when that overflows there is a gap, which is noticed."""
-REPLAY_QUEUE = 16384
-"""More than vLLM remembers by default (10 000): its replay socket drops what its peer is slow to take."""
+REPLAY_QUEUE = 4096
+"""Messages. The replay socket of vLLM drops what its peer is slow to take, which must be asked for again, and it may
+remember 10 000."""
+SNAPSHOT_QUEUE = 64
+"""Messages. They are large, and whoever gives snapshots waits for who takes them."""
+HEARTBEAT_MS = 5_000
+DEAD_AFTER_MS = 10_000
+"""Without an answer to a heartbeat: so a peer that vanished is noticed within 15 s, also behind a proxy that keeps the
+connection open."""
 
 
 class Reader:
@@ -36,6 +47,7 @@ class Reader:
         self._clock = clock
         self._callbacks: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
         self._after: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}
+        self._drained: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._ready: dict[zmq.Socket[bytes], None] = {}
         self._scheduled = False
 
@@ -48,9 +60,13 @@ class Reader:
         callback: Callable[[list[bytes]], None],
         *,
         after: zmq.Socket[bytes] | None = None,
+        drained: Callable[[], None] | None = None,
     ) -> None:
-        """`after`: another socket of this reader that has its turn before each of this one's."""
+        """`after`: another socket of this reader that has its turn before each of this one's. `drained` is called
+        whenever the socket was read until it had no more."""
         self._callbacks[socket] = callback
+        if drained is not None:
+            self._drained[socket] = drained
         if after is not None:
             self._after[socket] = after
         self._loop.add_reader(socket.FD, self.wake, socket)
@@ -60,6 +76,7 @@ class Reader:
         """Stop reading and close. May be called from a callback, for any socket."""
         del self._callbacks[socket]
         self._after.pop(socket, None)
+        self._drained.pop(socket, None)
         self._ready.pop(socket, None)
         self._loop.remove_reader(socket.FD)
         socket.close(linger=0)
@@ -99,6 +116,8 @@ class Reader:
             try:
                 frames = _receive(socket)
             except zmq.Again:
+                if socket in self._drained:
+                    self._drained[socket]()
                 return False
             callback(frames)
             if socket.closed:
@@ -144,18 +163,20 @@ class Turns:
             self._free += 1
 
 
-def subscriber(context: zmq.Context[zmq.Socket[bytes]], topic: str) -> zmq.Socket[bytes]:
+def subscriber(context: zmq.Context[zmq.Socket[bytes]], topic: str, curve: Curve | None = None) -> zmq.Socket[bytes]:
     """A SUB socket, neither connected nor bound yet."""
-    socket = _socket(context, zmq.SUB, SUBSCRIBER_QUEUE)
+    socket = _socket(context, zmq.SUB, SUBSCRIBER_QUEUE, curve)
     socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
     return socket
 
 
-def replayer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    return _socket(context, zmq.DEALER, REPLAY_QUEUE)
+def replayer(
+    context: zmq.Context[zmq.Socket[bytes]], curve: Curve | None = None, *, for_snapshot: bool = False
+) -> zmq.Socket[bytes]:
+    return _socket(context, zmq.DEALER, SNAPSHOT_QUEUE if for_snapshot else REPLAY_QUEUE, curve)
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, queue: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, queue: int, curve: Curve | None) -> zmq.Socket[bytes]:
     """Options go before any connection: later ones would not count for it."""
     socket = context.socket(kind)
     options = {
@@ -163,9 +184,8 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, queue: int) -> z
         zmq.RCVHWM: queue,
         zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
         zmq.IPV6: 1,
-        # a peer that vanished is noticed within about 15 s, also behind a proxy that keeps the connection open
-        zmq.HEARTBEAT_IVL: 5_000,
-        zmq.HEARTBEAT_TIMEOUT: 15_000,
+        zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: DEAD_AFTER_MS,
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 5,
@@ -176,4 +196,6 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, queue: int) -> z
     }
     for option, value in options.items():
         socket.setsockopt(option, value)
+    if curve is not None:
+        curve.apply(socket)
     return socket

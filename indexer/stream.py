@@ -14,24 +14,26 @@ publisher's replay socket, hanging up, and an alarm clock. The rules, in the ord
   go back tell, and a repair starts at the last batch we have, not after it: if the publisher remembers another batch
   under that number, it is a new life whose numbers have already passed the old ones.
 - Silence says nothing only of a publisher that promised no heartbeats. Where they do not come, the picture is unsure;
-  and until the first has come over a new connection, what is published may be passing us by.
+  and until the first has come over a new connection, what is published may be passing us by. While messages come late,
+  there is a backlog of them, and the picture is unsure until it is read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
+from indexer.counters import Counters
+from indexer.doubts import Delay, Doubts, State
 from indexer.frames import SNAPSHOT, Message, ReplayEnd, live_message, replay_message
-from indexer.recovery import Copy, Parts, Rebuild, Repair
+from indexer.recovery import Allowance, Copy, Parts, Rebuild, Repair
 from indexer.residency import Residency
 from indexer.sequence import Gap, SequenceTracker, Verdict
 from indexer.told import Told
 from indexer.wire import BadPayload, Batch, decode_batch, parse_topic
+
+__all__ = ["Counters", "Rim", "State", "Stream"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +43,12 @@ REPAIR_ALARMS = 4
 """Patiences after which a repair is given up even though it moves: live batches wait for it."""
 REBUILD_PATIENCE = 2.0
 """Seconds without an answer after which a rebuild asks again."""
+FIRST_RETRY = 2.0
+"""Seconds from a failed rebuild to the next; twice as many after each more that fails."""
 RETRY_AFTER = 30.0
-"""Seconds from a failed rebuild to the next."""
-
-
-class State(Enum):
-    SYNCING = "syncing"
-    """Connecting, or learning from the publisher's memory."""
-    LIVE = "live"
-    """All that the publisher ever said is accounted for."""
-    UNSURE = "unsure"
-    """Only what it said since some batch: it may hold more than we know of."""
-    LOST = "lost"
-    """No connection: what we know may be outdated."""
+"""Seconds to the next, at most."""
+MANY = 5
+"""Failures after which it is that long."""
 
 
 class Rim(Protocol):
@@ -68,40 +63,6 @@ class Rim(Protocol):
 
     def alarm(self, seconds: float | None) -> None:
         """Call `Stream.alarm` in `seconds`, instead of any time set before. None = not at all."""
-
-
-@dataclass(slots=True)
-class Counters:
-    messages: int = 0
-    """Live messages, well formed."""
-    replayed: int = 0
-    malformed: int = 0
-    """Messages of either socket whose frames are wrong."""
-    unreadable: int = 0
-    """Batches whose payload could not be read as a whole."""
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Events and notes that could not be read, by reason."""
-    not_indexed: Counter[str] = field(default_factory=Counter)
-    """Events that former residencies did not index, by reason."""
-    former: Counter[str] = field(default_factory=Counter)
-    """What former residencies counted besides."""
-    duplicates: int = 0
-    gaps: int = 0
-    missed: int = 0
-    """Batches in gaps, repaired or not."""
-    lost: int = 0
-    """Times that what was held had to be forgotten because of a loss."""
-    restarts: int = 0
-    replays: int = 0
-    """Times the replay socket was asked."""
-    replays_failed: int = 0
-    truncated: int = 0
-    """Replays that began later than asked."""
-    snapshots: int = 0
-    """Taken whole."""
-    snapshots_failed: int = 0
-    """Asked for and not come whole in time. A publisher that has none to give is not counted."""
-    reconnections: int = 0
 
 
 class Stream:
@@ -119,30 +80,28 @@ class Stream:
         self._recovery: Repair | Rebuild | None = None
         self._topic: bytes | None = None
         self._model = ""
-        self.is_connected = False
-        self._was_connected = False
-        self._why_lost = ""
-        self._why_unsure = ""
-        self._doubtful = False
-        """Reconnected, and not yet known to be talking to the same life of the publisher."""
         self._history_due = False
-        self._rebuild_failed = False
+        self._failures = 0
+        """Rebuilds in a row that failed."""
+        self._late = False
+        """Messages of a backlog are coming in."""
         self._snapshots = True
         """May the publisher give snapshots? Until it has answered that it does not."""
         self.instance: str | None = None
         """Id of the engine process all copies are pictures of. "" = it does not name itself; None = nothing heard."""
         self._former_instance: str | None = None
         self.told = Told()
-        self._silent = False
-        """Heartbeats were promised and do not come."""
-        self._connected_at = 0.0
+        self.allowance = Allowance()
+        """For held batches; to be shared with the other streams of the process, before anything happens."""
         self.counters = Counters()
+        self._delay = Delay()
+        self._doubts = Doubts()
         self.state = State.SYNCING
         self.reason = "connecting"
         self.since = clock()
         """When `state` began."""
-        self.heard_at = 0.0
-        """When the last live message came; 0 = never."""
+        self.trust = 1.0
+        """What the picture is worth, compared with a live one: 0 to 1."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.state.value} {self._copy.numbers!r}>"
@@ -152,28 +111,46 @@ class Stream:
         """Number of the last batch that the residency reflects; -1 = none."""
         return self._copy.numbers.last
 
+    @property
+    def is_connected(self) -> bool:
+        return self._doubts.is_connected
+
+    @property
+    def heard_at(self) -> float:
+        """When the last live message came; 0 = never."""
+        return self._doubts.heard_at
+
+    @property
+    def lag_batches(self) -> int:
+        """Batches behind `last_seq` that are known to exist: missing ones, and those that wait for them."""
+        return max(0, self._recovery.newest - self.last_seq) if self._recovery is not None else 0
+
+    @property
+    def delay(self) -> float:
+        """Seconds that the last live message took, more than the fastest one of the last minutes (`Delay`)."""
+        return self._delay.seconds
+
     # -- the connection ---------------------------------------------------------------------------------------------
 
     def connected(self) -> None:
-        self.is_connected, again = True, self._was_connected
-        self._was_connected = True
-        self._connected_at = self._clock()
-        self._silent = False
-        self.counters.reconnections += again
+        self.counters.reconnections += self._doubts.has_been_connected
+        knows_something = self._copy.numbers.since is not None
+        self._doubts.connected(self._clock(), knows_something=knows_something)
+        self._delay = Delay()
         self._snapshots = True
         self._end_recovery()
-        if self._copy.numbers.since is None:
+        if not knows_something:
             self._rebuild()
         else:
             self._copy.numbers.doubt()
-            self._doubtful = True
             if self._replayable:
                 self._repair()
         self._settle()
 
     def disconnected(self, why: str) -> None:
-        self.is_connected = False
-        self._why_lost = why
+        """Whoever answers from now on may be in another life than what was heard. A new connection begins anew."""
+        self._doubts.disconnected(why, self._clock())
+        self._end_recovery()
         self._settle()
 
     def close(self) -> None:
@@ -189,18 +166,23 @@ class Stream:
             self.counters.malformed += 1
             return
         self.counters.messages += 1
-        self.heard_at = self._clock()
+        batch, now = self._read(message), self._clock()
+        if message.seq != self._copy.numbers.last + 1 and self._is_old(message, batch):
+            self.counters.duplicates += 1
+            return
         if message.topic != self._topic:
             self._rename(message.topic)
-        batch = self._read(message)
         if isinstance(batch, Batch) and self._is_of_another_life(batch):
             self._restarted(message, batch.instance)
         else:
             self._receive(message, batch)
-        if isinstance(batch, Batch) and batch.notes is not None:
-            self.told.hear(batch.notes, self.heard_at)
-        self._doubtful = self._silent = False
-        if self.state is not State.LIVE or self._copy.numbers.since != 0 or self._recovery is not None:
+        if isinstance(batch, Batch):
+            self._delay.hear(batch.timestamp, now)
+            if batch.notes is not None:
+                self.told.hear(batch.notes, now)
+        self._doubts.heard(now)
+        odd = self.state is not State.LIVE or self._copy.numbers.since != 0 or self._recovery is not None
+        if odd or self._delay.is_late(now):
             self._settle()
 
     def _receive(self, message: Message, batch: Batch | Exception) -> None:
@@ -212,6 +194,7 @@ class Stream:
         elif verdict is Verdict.DUPLICATE:
             self.counters.duplicates += 1
         elif isinstance(self._recovery, Repair):
+            self._count_missed(message.seq - self._recovery.newest - 1)
             self._hold(self._recovery, message)
         elif isinstance(verdict, Gap):
             self._gap(verdict, message)
@@ -219,12 +202,17 @@ class Stream:
             self._pass_on(message)
 
     def _gap(self, gap: Gap, message: Message) -> None:
-        self.counters.gaps += 1
-        self.counters.missed += gap.batches
+        self._count_missed(gap.batches)
         if self._replayable and self._recovery is None:
             self._hold(self._repair(), message)
         else:
             self._pass_on(message)
+
+    def _count_missed(self, batches: int) -> None:
+        """Between the live message before and this one."""
+        if batches > 0:
+            self.counters.gaps += 1
+            self.counters.missed += batches
 
     def _pass_on(self, message: Message) -> None:
         """Into the visible copy, whatever was lost before; and kept for the one being rebuilt."""
@@ -245,9 +233,21 @@ class Stream:
         if self.instance is not None:
             return True
         self.instance = batch.instance
-        # one with an id may have answered that it has no snapshot only because it had published nothing yet
-        self._snapshots = self._snapshots or bool(batch.instance)
+        if batch.instance and not self._snapshots:
+            # it may have answered that it has no snapshot only because it had published nothing yet
+            self._snapshots = True
+            if self._recovery is None:
+                self._rebuild_later()
         return False
+
+    def _is_old(self, message: Message, batch: Batch | Exception) -> bool:
+        """Of the life that we know, which has gone on since: so it proves nothing by now."""
+        numbers = self._copy.numbers
+        if not isinstance(batch, Batch) or not batch.instance:
+            return False
+        known = batch.instance == self.instance and numbers.goes_back(message.seq)
+        # but after a number that was far too high those that follow are lower, and true; they never begin with 0
+        return known and (message.seq == 0 or message.seq >= (numbers.since or 0))
 
     def _restarted(self, message: Message, instance: str | None) -> None:
         self._begin_life(instance, f"the engine restarted; its batches before {message.seq} are unknown")
@@ -259,13 +259,16 @@ class Stream:
     def _begin_life(self, instance: str | None, why: str) -> None:
         self.counters.restarts += 1
         self._end_recovery()
-        self._copy.residency.clear()
+        if instance and instance == self.instance:  # no life begins, but nothing is certain any more
+            self._copy.residency.forget()
+        else:
+            self._copy.residency.restart()
         self._copy.numbers = SequenceTracker()
-        self._why_unsure = why
+        self._doubts.why_incomplete = why
         self.told = Told()
         self._snapshots = True
         # two processes that answer in turn (say, a replay address of another engine) are not asked at every turn
-        self._rebuild_failed = bool(instance) and instance == self._former_instance
+        self._failures = MANY if instance and instance == self._former_instance else 0
         self._former_instance, self.instance = self.instance, instance
 
     def _rename(self, topic: bytes) -> None:
@@ -305,6 +308,12 @@ class Stream:
         if problem is not None:
             self._unreadable(copy, message, problem)
 
+    def _new_copy(self) -> Copy:
+        """Empty, but of an engine of which is known what it said of itself: not every batch says it again."""
+        copy = Copy(self._publisher())
+        copy.residency.told(self.told.notes())
+        return copy
+
     def _put(self, copy: Copy, batch: Batch) -> Exception | None:
         """The batch's events into the copy; the error if that fails."""
         try:
@@ -325,7 +334,7 @@ class Stream:
     def _unreadable(self, copy: Copy, message: Message, error: Exception) -> None:
         self.counters.unreadable += 1
         copy.forget(message.seq + 1)
-        self._why_unsure = f"batch {message.seq} cannot be read: {error}"
+        self._doubts.why_incomplete = f"batch {message.seq} cannot be read: {error}"
         if self._recovery is None:
             self._rebuild_later()
 
@@ -338,14 +347,14 @@ class Stream:
 
     def _lose(self, why: str) -> None:
         self.counters.lost += 1
-        self._why_unsure = why
+        self._doubts.why_incomplete = why
         self._history_due = self._replayable
         self._copy.forget(self.last_seq + 1)
 
     # -- the publisher's memory -------------------------------------------------------------------------------------
 
     def _repair(self) -> Repair:
-        repair = Repair(self._copy)
+        repair = Repair(self._copy, self.allowance)
         self._recovery = repair
         self._ask(repair.first, urgent=True)
         return repair
@@ -353,20 +362,23 @@ class Stream:
     def _rebuild(self) -> None:
         if self._replayable:
             self._history_due = True
-            self._recovery = Rebuild(Copy(self._publisher()), snapshot=Parts() if self._snapshots else None)
+            self._recovery = Rebuild(self._new_copy(), self.allowance, snapshot=Parts() if self._snapshots else None)
             self._ask_for(self._recovery, urgent=False)
 
     def _rebuild_in_time(self) -> None:
-        if self._rebuild_failed:
-            self._rim.alarm(RETRY_AFTER)
+        if self._failures:
+            self._retry()
         else:
             self._rebuild()
 
     def _rebuild_later(self) -> None:
         """Where what a publisher remembers does not suffice, a snapshot still may."""
         if self._replayable and self._snapshots and not self._copy.numbers.complete:
-            self._rebuild_failed = True
-            self._rim.alarm(RETRY_AFTER)
+            self._failures = MANY
+            self._retry()
+
+    def _retry(self) -> None:
+        self._rim.alarm(min(FIRST_RETRY * 2.0 ** (self._failures - 1), RETRY_AFTER))
 
     def _ask_for(self, rebuild: Rebuild, *, urgent: bool) -> None:
         if rebuild.snapshot is not None:
@@ -416,7 +428,7 @@ class Stream:
             self._no_part(rebuild, parts)
             return
         if not parts.taken:
-            rebuild.copy.residency.model = self._model_of(message)
+            rebuild.copy.residency.model = self._model_of(rebuild, message)
         if not parts.take(message.seq, notes.snapshot) or self._put(rebuild.copy, batch) is not None:
             self._ask_again(rebuild)
             return
@@ -459,12 +471,12 @@ class Stream:
         known = self._copy.numbers.since
         if message.seq > 0:
             self.counters.truncated += 1
-            self._why_unsure = f"the publisher remembers nothing before batch {message.seq}"
+            self._doubts.why_incomplete = f"the publisher remembers nothing before batch {message.seq}"
         if known is not None and known <= message.seq:
             self._end_recovery()
             self._history_learned()
             return False
-        recovery.copy.residency.model = self._model_of(message)
+        recovery.copy.residency.model = self._model_of(recovery, message)
         recovery.begun = True
         return True
 
@@ -485,7 +497,7 @@ class Stream:
         if not held or held[0].seq > numbers.last + 1:
             return
         while held and held[0].seq <= numbers.last + 1:
-            message = held.popleft()
+            message = recovery.release()
             if message.seq == numbers.last + 1:
                 self._apply(recovery.copy, message)
         if not held:
@@ -522,13 +534,13 @@ class Stream:
             self._ask(recovery.copy.numbers.last + 1, urgent=True)
         else:
             if not recovery.begun:
-                recovery.copy.residency.close()
-                recovery.start_over(Copy(self._publisher()), snapshot=self._snapshots)
+                recovery.discard()
+                recovery.start_over(self._new_copy(), snapshot=self._snapshots)
             self._ask_for(recovery, urgent=True)
 
     def _recovered(self, recovery: Repair | Rebuild) -> None:
         self._end_recovery(keep=recovery.copy)
-        self._doubtful = False
+        self._doubts.recovered()
         if isinstance(recovery, Rebuild):
             self._replace_by(recovery.copy)
             self._history_learned()
@@ -541,22 +553,24 @@ class Stream:
         old, self._copy = self._copy, rebuilt
         self.residency = rebuilt.residency
         rebuilt.numbers.succeed(old.numbers)
+        if rebuilt.residency.model != self._model:
+            self._topic = None  # the next live message will say which of the two it is
         self.counters.not_indexed.update(old.residency.skipped)
         self.counters.former.update(old.residency.counted())
         old.residency.close()
 
     def _history_learned(self) -> None:
         """All of it that the publisher tells."""
-        self._history_due = self._rebuild_failed = False
+        self._history_due, self._failures = False, 0
         self._rebuild_later()
 
     def _failed(self, recovery: Repair | Rebuild, why: str) -> None:
         self.counters.replays_failed += 1
         self._end_recovery()
         if isinstance(recovery, Rebuild):
-            self._rebuild_failed = True
-            self._why_unsure = self._why_unsure or why
-            self._rim.alarm(RETRY_AFTER)
+            self._failures = min(self._failures + 1, MANY)
+            self._doubts.why_incomplete = self._doubts.why_incomplete or why
+            self._retry()
             return
         self._lose(why)
         for message in recovery.held:
@@ -567,15 +581,16 @@ class Stream:
         recovery, self._recovery = self._recovery, None
         if recovery is None:
             return
+        recovery.end()
         self._rim.hang_up()
         self._rim.alarm(None)
-        if recovery.copy is not self._copy and recovery.copy is not keep:
-            recovery.copy.residency.close()
+        if isinstance(recovery, Rebuild) and recovery.copy is not keep:
+            recovery.discard()
 
     def alarm(self) -> None:
         recovery = self._recovery
         if recovery is None:
-            if not self._copy.numbers.complete:
+            if not self._copy.numbers.complete and self.is_connected:
                 self._rebuild()
         elif isinstance(recovery, Repair):
             self._repair_alarm(recovery)
@@ -595,44 +610,35 @@ class Stream:
     # -- how sure we are --------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """To be called several times a second: notices silence."""
-        if self.is_connected and not self._silent:
-            quiet = self._clock() - max(self.heard_at, self._connected_at)
-            if self.told.is_overdue(quiet):
-                self._silent = True
-                self._settle()
+        """To be called several times a second: notices silence, the end of a backlog, and keeps `trust` current."""
+        now = self._clock()
+        if self._doubts.notice_silence(self.told, now) or self._late != self._delay.is_late(now):
+            self._settle()
+        elif self.state is not State.LIVE:
+            self.trust = self._doubts.trust(self._copy.numbers, now, late=self._late)
 
     def _settle(self) -> None:
-        state, reason = self._judge()
+        now = self._clock()
+        self._doubts.notice_silence(self.told, now)
+        self._late = self._delay.is_late(now)
+        state, reason = self._doubts.judge(self._copy.numbers, self.told, learning=self._is_learning, late=self._late)
         if state is not self.state:
-            self.since = self._clock()
+            self.since = now
             if state in (State.UNSURE, State.LOST):
                 name = self._copy.residency.name
                 logger.warning("event stream is %s: %s", state.value, reason, extra={"publisher": name})
         self.state, self.reason = state, reason
+        self.trust = self._doubts.trust(self._copy.numbers, now, late=self._late)
 
-    def _judge(self) -> tuple[State, str]:
-        numbers = self._copy.numbers
-        if not self.is_connected:
-            return (State.LOST, self._why_lost) if self._why_lost else (State.SYNCING, "connecting")
-        # the tenth try of a replay socket that never answered is no longer "syncing"
-        if self._recovery is not None and (self._recovery.begun or not self._rebuild_failed):
-            return State.SYNCING, "learning from the publisher's memory"
-        if self._silent:
-            return State.UNSURE, "silent"
-        if self._doubtful:
-            return State.UNSURE, "reconnected; nothing heard since"
-        if numbers.complete:
-            if self.told.heartbeat and self.heard_at < self._connected_at:
-                return State.SYNCING, "waiting for the first heartbeat"
-            return State.LIVE, ""
-        if numbers.since is None:
-            return State.UNSURE, "nothing heard yet"
-        return State.UNSURE, self._why_unsure or f"joined at batch {numbers.since}"
+    @property
+    def _is_learning(self) -> bool:
+        """The tenth try of a replay socket that never answered no longer counts; but a repair keeps batches back."""
+        recovery = self._recovery
+        return recovery is not None and (isinstance(recovery, Repair) or recovery.begun or not self._failures)
 
-    def _model_of(self, message: Message) -> str:
-        """Of a replayed message, whose topic may have been left out."""
-        return _model(message.topic) if message.topic else self._model
+    def _model_of(self, rebuild: Rebuild, message: Message) -> str:
+        """Of a replayed message, whose topic may have been left out, or be older than that of the batches that wait."""
+        return _model(message.topic) if message.topic and not rebuild.held else self._model
 
 
 def _model(topic: bytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from indexer.wire import Load, Notes, Tiers
+from indexer.wire import Groups, Load, Notes, Tiers
 
 MISSED_HEARTBEATS = 3
 LATENESS = 1.0
@@ -12,13 +12,14 @@ LATENESS = 1.0
 class Told:
     """Of one life of the publisher."""
 
-    __slots__ = ("heartbeat", "load", "load_at", "tiers")
+    __slots__ = ("groups", "heartbeat", "load", "load_at", "tiers")
 
     def __init__(self) -> None:
         self.load: Load | None = None
         self.load_at = 0.0
         """When it was heard, by our clock."""
         self.tiers = Tiers()
+        self.groups: Groups | None = None
         self.heartbeat = 0.0
         """Seconds; 0 = nothing was promised."""
 
@@ -28,8 +29,14 @@ class Told:
         if notes.tiers is not None:
             new, old = notes.tiers, self.tiers
             self.tiers = Tiers(new.gpu or old.gpu, new.cpu or old.cpu, new.storage or old.storage)
+        if notes.groups is not None:
+            self.groups = notes.groups
         if notes.heartbeat:
             self.heartbeat = notes.heartbeat
+
+    def notes(self) -> Notes:
+        """What a residency is to know of it."""
+        return Notes(tiers=self.tiers, groups=self.groups)
 
     def is_overdue(self, seconds: float) -> bool:
         """Is a silence of so many seconds longer than what was promised?"""

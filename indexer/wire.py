@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -19,7 +20,14 @@ import msgspec
 from indexer.keys import encode_extras
 
 MAX_PAYLOAD = 16 << 20
-"""Bytes. A step's batch is at most a few hundred kB; decoding takes at most a small multiple of this in memory."""
+"""Bytes. A step's batch is at most a few hundred kB; decoding takes at most 40 times as much in memory, because what a
+byte may stand for is limited below."""
+
+MAX_EVENTS = 1 << 17
+"""A batch. An engine with blocks of one token removes them one an event."""
+
+MAX_EXTRA_KEYS = 1 << 20
+"""Bytes an event."""
 
 MAX_NAME = 512
 MAX_BLOCK_SIZE = 1 << 16
@@ -72,6 +80,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     repeats: bool = False
     """May announce blocks again that it has announced before, without a second copy existing (vLLM's
     `kv_cache_report_mode: full` re-sends the hit prefix from its first block, with the session's id)."""
+    lead: int = 0
+    """Blocks between the parent and the first that is named: the tokens are of them too, but nothing holds them."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -135,6 +145,32 @@ class Tiers(msgspec.Struct, frozen=True, rename="upper"):
         return [(name, tier) for name, tier in named if tier is not None]
 
 
+class Lookup(msgspec.Struct, frozen=True):
+    """KV-cache groups that are alike, and that the engine looks up together."""
+
+    groups: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]], msgspec.Meta(max_length=64)]
+    """Their numbers."""
+    kind: Annotated[str, msgspec.Meta(max_length=64)]
+    """`kv_cache_spec_kind`, or `scratch`: never reused, and not needed for a hit."""
+    block: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    """Tokens a block."""
+    window: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    """Tokens of a sliding window, or of a chunk of local attention."""
+    eagle: bool = False
+    """Is the last block of a hit dropped, as EAGLE's kind of speculation computes it anew?"""
+    draft: Annotated[list[int], msgspec.Meta(max_length=64)] = []
+    """Those of the groups that have a draft model's layers; a load ends a chunk before what is found of them."""
+
+
+class Groups(msgspec.Struct, frozen=True):
+    """All of the engine's KV-cache groups."""
+
+    lookups: Annotated[list[Lookup], msgspec.Meta(max_length=64)]
+    """None: they are of a kind that nothing can be said of."""
+    alignment: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)] = 1
+    """Hits in HBM end at multiples of so many tokens."""
+
+
 class SnapshotPart(msgspec.Struct, frozen=True, gc=False):
     part: Annotated[int, msgspec.Meta(ge=1)]
     parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -149,11 +185,12 @@ class Notes(msgspec.Struct, frozen=True):
     """The publisher sends at least every so many seconds, even if empty batches; 0 = not said, or no promise."""
     snapshot: SnapshotPart | None = None
     """Which part of an answer to a snapshot request this batch is."""
+    groups: Groups | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):
     timestamp: float
-    """Seconds since the epoch, by the engine's clock."""
+    """Seconds since the epoch, by the engine's clock; 0 if what it said is no time."""
     events: list[Event]
     notes: Notes | None = None
     skipped: Sequence[Skipped] = ()
@@ -177,6 +214,13 @@ class Batch(msgspec.Struct, frozen=True):
 _Hash = int | bytes
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 _Group = Annotated[int, msgspec.Meta(ge=0)]
+_Pair = Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+
+_ExtraKeys = list[tuple[Any, ...] | None]
+_Packed = msgspec.Raw
+"""What may be anything is not unpacked with the rest: an empty list or map is one byte here and 64 in memory."""
+_ABSENT = _Packed()
+_NULL = b"\xc0"
 
 
 class _Metadata(msgspec.Struct, gc=False):
@@ -190,18 +234,19 @@ class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=Fals
 
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None = None
-    token_ids: list[int | list[int]] | None = None
+    token_ids: list[int | _Pair] | None = None
     """Pairs where SGLang speculates EAGLE's way: each token with the one that follows it."""
     block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)] | None = None
     lora_id: int | None = None
     medium: _Name | None = None
     lora_name: _Name | _Metadata | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    extra_keys: _Packed = _ABSENT
+    """`_ExtraKeys` or null."""
     group_idx: _Group | None = None
     kv_cache_spec_kind: _Name | None = None
     kv_cache_spec_sliding_window: int | None = None
 
-    def _event(self, salt: str | None, session_id: Any) -> BlockStored:
+    def _event(self, salt: str | None, in_session: bool, lead: int = 0) -> BlockStored:
         lora_name, parent = self.lora_name or "", self.parent_block_hash
         if isinstance(lora_name, _Metadata):
             salt = lora_name.cache_salt
@@ -211,8 +256,8 @@ class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=Fals
         if parent is not None:
             parent = uint64_hash(parent) or None  # some publishers send 0 for "no parent"
         extras: Mapping[int, bytes] | None = None
-        if self.extra_keys is not None:
-            extras = self._extras(self.extra_keys, lora_name)
+        if self.extra_keys is not _ABSENT and (packed := bytes(self.extra_keys)) != _NULL:
+            extras = self._extras(packed, lora_name)
         elif salt:
             extras = {0: encode_extras([salt])} if parent is None else _NO_EXTRAS
         return BlockStored(
@@ -226,22 +271,29 @@ class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=Fals
             self.group_idx,
             self.kv_cache_spec_kind or "",
             max(0, self.kv_cache_spec_sliding_window or 0),
-            parent is None and session_id is not None,
+            parent is None and in_session,
+            lead,
         )
 
-    def _extras(self, extra_keys: list[list[Any] | None], lora_name: str) -> Mapping[int, bytes]:
+    def _extras(self, packed: bytes, lora_name: str) -> Mapping[int, bytes]:
+        if len(packed) > MAX_EXTRA_KEYS:
+            raise ValueError(f"extra_keys of {len(packed)} bytes are over the limit of {MAX_EXTRA_KEYS}")
+        extra_keys = _decode_extra_keys(packed)
         if len(extra_keys) != len(self.block_hashes):
             raise ValueError(f"extra_keys has {len(extra_keys)} entries for {len(self.block_hashes)} blocks")
         return _extras(extra_keys, lora_name) if any(extra_keys) else _NO_EXTRAS
 
 
 class _Stored(_StoredFields, tag_field="type", tag="BlockStored", gc=False):
-    session_id: Any = None
+    session_id: _Packed = _ABSENT
     cache_salt: _Name | None = None
     """SGLang's, on every block of a salted prompt. Its hashes know the salt too."""
+    lead_blocks: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)] = 0
+    """Our connector's own: blocks that `token_ids` covers before the first of `block_hashes`."""
 
     def event(self) -> BlockStored:
-        return self._event(self.cache_salt, self.session_id)
+        in_session = self.session_id is not _ABSENT and bytes(self.session_id) != _NULL
+        return self._event(self.cache_salt, in_session, self.lead_blocks)
 
 
 class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -254,18 +306,19 @@ class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
 
 
 class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
-    tiers: Any = None
+    tiers: _Packed = _ABSENT
     """Our connector's own field; engines without it may put anything here, and then they did not say."""
 
     def event(self) -> BlocksCleared:
-        if isinstance(self.tiers, list) and all(isinstance(medium, str) for medium in self.tiers):
-            return BlocksCleared(tuple(map(canonical_tier, self.tiers)))
-        return BlocksCleared()
+        try:
+            return BlocksCleared(tuple(map(canonical_tier, _decode_media(self.tiers))))
+        except msgspec.DecodeError:
+            return BlocksCleared()
 
 
 class _StoredArray(_StoredFields, array_like=True, tag_field="type", tag="BlockStored", gc=False):
     def event(self) -> BlockStored:
-        return self._event(None, None)
+        return self._event(None, False)
 
 
 class _RemovedArray(_Removed, array_like=True, tag_field="type", tag="BlockRemoved", gc=False):
@@ -276,6 +329,8 @@ class _ClearedArray(_Cleared, array_like=True, tag_field="type", tag="AllBlocksC
     pass
 
 
+_FEW = msgspec.Meta(max_length=MAX_EVENTS)
+_PackedEvents = Annotated[list[_Packed], _FEW]
 _MapEvent = _Stored | _Removed | _Cleared
 _ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
@@ -284,16 +339,16 @@ class _MapBatch(msgspec.Struct, array_like=True, gc=False):
     """The rank is not read: whose batch it is, the connection says."""
 
     ts: float
-    events: list[_MapEvent]
-    data_parallel_rank: msgspec.Raw = msgspec.Raw()
+    events: Annotated[list[_MapEvent], _FEW]
+    data_parallel_rank: _Packed = _ABSENT
     notes: Notes | None = None
 
 
 class _RawBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[msgspec.Raw]
-    data_parallel_rank: msgspec.Raw = msgspec.Raw()
-    notes: msgspec.Raw = msgspec.Raw()
+    events: _PackedEvents
+    data_parallel_rank: _Packed = _ABSENT
+    notes: _Packed = _ABSENT
 
 
 class _Identity(msgspec.Struct, gc=False):
@@ -307,8 +362,8 @@ class _NamedBatch(msgspec.Struct, gc=False):
 
     ts: float | None = None
     TS: float | None = None
-    events: list[msgspec.Raw] | None = None
-    Events: list[msgspec.Raw] | None = None
+    events: _PackedEvents | None = None
+    Events: _PackedEvents | None = None
 
 
 _decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
@@ -316,6 +371,8 @@ _decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
 _decode_named = msgspec.msgpack.Decoder(_NamedBatch).decode
 _decode_map_event = msgspec.msgpack.Decoder(_MapEvent).decode
 _decode_array_event = msgspec.msgpack.Decoder(_ArrayEvent).decode
+_decode_media = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=64)]).decode
+_decode_extra_keys = msgspec.msgpack.Decoder(_ExtraKeys).decode
 _decode_bytes = msgspec.msgpack.Decoder(bytes).decode
 _decode_notes = msgspec.msgpack.Decoder(Notes | None).decode
 _decode_identity = msgspec.msgpack.Decoder(_Identity).decode
@@ -333,9 +390,13 @@ def decode_batch(payload: bytes) -> Batch:
     try:
         batch = _decode_maps(payload)
         events = batch.events if len(batch.events) == 1 else _merge_removals(batch.events)
-        return Batch(batch.ts, [event.event() for event in events], batch.notes)
+        return Batch(_time(batch.ts), [event.event() for event in events], batch.notes)
     except _UNREADABLE:
         return _decode_one_by_one(payload)
+
+
+def _time(timestamp: float) -> float:
+    return timestamp if isfinite(timestamp) else 0.0
 
 
 def _merge_removals(events: Iterable[_MapEvent]) -> list[_MapEvent]:
@@ -369,7 +430,7 @@ def _decode_one_by_one(payload: bytes) -> Batch:
         except _UNREADABLE as error:
             skipped.append(Skipped(_reason(error), str(error)[:200]))
     notes = _read_notes(bytes(raw_notes), skipped) if raw_notes else None
-    return Batch(timestamp, events, notes, skipped)
+    return Batch(_time(timestamp), events, notes, skipped)
 
 
 def _read_notes(raw: bytes, skipped: list[Skipped]) -> Notes | None:
@@ -384,13 +445,13 @@ def _read_notes(raw: bytes, skipped: list[Skipped]) -> Notes | None:
         return None
 
 
-def _open_batch(payload: bytes) -> tuple[float, list[msgspec.Raw], msgspec.Raw]:
+def _open_batch(payload: bytes) -> tuple[float, list[_Packed], _Packed]:
     if _is_map(payload):
         named = _decode_named(payload)
         events = named.events if named.events is not None else named.Events
         if events is None:
             raise ValueError("no `events`")
-        return named.ts or named.TS or 0.0, events, msgspec.Raw()
+        return named.ts or named.TS or 0.0, events, _ABSENT
     batch = _decode_raw(payload)
     return batch.ts, batch.events, batch.notes
 
@@ -428,13 +489,13 @@ def _hashes(values: list[_Hash]) -> list[int]:
     return [uint64_hash(value) for value in values]
 
 
-def _uint32s(token_ids: list[int | list[int]]) -> bytes:
-    if token_ids and isinstance(token_ids[0], list):
-        token_ids = [pair[0] if isinstance(pair, list) and pair else pair for pair in token_ids]
+def _uint32s(token_ids: list[int | tuple[int, ...]]) -> bytes:
+    if token_ids and isinstance(token_ids[0], tuple):
+        token_ids = [pair[0] if isinstance(pair, tuple) else pair for pair in token_ids]
     return struct.pack(f"{_BYTE_ORDER}{len(token_ids)}I", *token_ids)
 
 
-def _extras(extra_keys: list[list[Any] | None], lora_name: str) -> dict[int, bytes]:
+def _extras(extra_keys: _ExtraKeys, lora_name: str) -> dict[int, bytes]:
     encoded: dict[int, bytes] = {}
     for block, items in enumerate(extra_keys):
         # The adapter is in the chain's root already; the engine lists it first.

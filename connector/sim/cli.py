@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import zmq
 from aiohttp import web
 
+from connector.curve import Curve, load_curve
 from connector.events import CPU, GPU, STORAGE, Tier
 from connector.journal import About
 from connector.publisher import Publisher
@@ -101,6 +102,12 @@ def _add_wire(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--placeholder-events", action="store_true", help="lower-tier events with the last hash only")
     group.add_argument(
+        "--curve-secret-key-file", metavar="FILE", default="", help="CURVE on the event and replay ports"
+    )
+    group.add_argument(
+        "--curve-client-keys-dir", metavar="DIR", default="", help="*.key files of those who may connect"
+    )
+    group.add_argument(
         "--old-replay-form", action="store_true", help="replay replies without topic, as before vLLM 0.26"
     )
 
@@ -164,7 +171,7 @@ def service_model(args: argparse.Namespace) -> ServiceModel:
 
 
 async def start_engine(
-    args: argparse.Namespace, index: int, codec: Codec, stack: AsyncExitStack
+    args: argparse.Namespace, index: int, codec: Codec, stack: AsyncExitStack, curve: Curve | None = None
 ) -> tuple[Addresses, asyncio.Task[None]]:
     """Start one engine on ports of its own; `stack` takes what stops it. Returns its addresses and its step task."""
     name = args.name if args.engines == 1 else f"{args.name}-{index}"
@@ -182,6 +189,7 @@ async def start_engine(
         topic=args.topic or f"kv@{address}@{model}",
         buffer_steps=args.buffer_steps,
         old_replay_form=args.old_replay_form,
+        curve=curve,
     )
     stack.callback(publisher.close)
     runner = Runner(engine, publisher, note)
@@ -205,14 +213,14 @@ def _port(first: int, index: int) -> int:
     return first + index if first else 0
 
 
-async def serve(args: argparse.Namespace) -> None:
+async def serve(args: argparse.Namespace, curve: Curve | None) -> None:
     """Run until a signal says stop, or an engine fails (its error is raised)."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     codec = load_codec(args.tokenizer)
     async with AsyncExitStack() as stack:
-        started = [await start_engine(args, index, codec, stack) for index in range(args.engines)]
+        started = [await start_engine(args, index, codec, stack, curve) for index in range(args.engines)]
         for addresses, _ in started:
             print(json.dumps(asdict(addresses)), flush=True)
         stopped = asyncio.create_task(stop.wait(), name="stop")
@@ -223,14 +231,15 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve with parsed arguments; returns the exit status (1: a port or the tokenizer cannot be had, 2: bad sizes)."""
+    """Serve with parsed arguments; returns the exit status (1: a port or a file cannot be had, 2: bad arguments)."""
     try:
         engine_config(args)
+        curve = load_curve(args.curve_secret_key_file, args.curve_client_keys_dir)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        _run_loop(serve(args))
+        _run_loop(serve(args, curve))
     except (OSError, zmq.ZMQError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -27,7 +27,8 @@ from vllm.v1.request import Request
 
 from connector.events import CPU, GPU, STORAGE, Tier, TierCleared
 from connector.journal import About
-from connector.vllm.described import describe_extra_keys, describe_promotion
+from connector.vllm.described import describe_extra_keys, describe_promotion, describe_sparse_blocks
+from connector.vllm.layout import groups_of
 from connector.vllm.load import RequestCounts
 from connector.vllm.options import completed, own_options
 from connector.vllm.publishing import TieredEventPublisher, take_over
@@ -65,7 +66,7 @@ class TieredOffloadingConnector(OffloadingConnector):
             return
         describe_extra_keys(self.scheduler)
         self._about.tiers = self._tiers()
-        take_over(events, self._about, self._publish_through)
+        take_over(events, self._about, self._publish_through, self._options.curve())
 
     def _tiers(self) -> dict[str, Tier]:
         manager = self.scheduler.manager
@@ -110,6 +111,8 @@ class TieredOffloadingConnector(OffloadingConnector):
         self._note_load()
         if self._publisher is None:
             return
+        describe_sparse_blocks(kv_cache_manager)
+        self._about.groups = groups_of(kv_cache_manager)
         reset = kv_cache_manager.reset_prefix_cache
 
         def reset_and_tell() -> bool:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from connector.curve import Curve, load_curve
+
 OWN_KEY = "tierpick"
 _OWN_SPECS = {
     "CPUOffloadingSpec": "TieredCPUOffloadingSpec",
@@ -28,12 +30,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         removal_scan_per_s: how many of the files that were announced are looked for every second, so that their
             deletion by others is noticed; 0 for never.
         storage_chunks: chunks in storage that are kept announced; beyond that the oldest are announced as removed.
+        curve_secret_key_file: this engine's CURVE key, as `zmq.auth.create_certificates` writes it; "" for no CURVE.
+        curve_client_keys_dir: where the `*.key` files of the pickers are that may connect; "" for all that know the
+            engine's public key.
     """
 
     heartbeat_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     load: bool = True
     removal_scan_per_s: Annotated[float, msgspec.Meta(ge=0)] = 200.0
     storage_chunks: Annotated[int, msgspec.Meta(ge=1)] = 1_000_000
+    curve_secret_key_file: str = ""
+    curve_client_keys_dir: str = ""
+
+    def curve(self) -> Curve | None:
+        """Raises ValueError, naming the file, if one is not what it should be."""
+        return load_curve(self.curve_secret_key_file, self.curve_client_keys_dir)
 
 
 def own_options(extra_config: Mapping[str, Any]) -> Options:

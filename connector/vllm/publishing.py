@@ -14,6 +14,7 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.utils.network_utils import get_ip, get_tcp_uri
 
+from connector.curve import Curve
 from connector.journal import About
 from connector.publisher import Publisher, of_rank
 
@@ -37,6 +38,7 @@ class TieredEventPublisher(EventPublisher):
         hwm: int,
         max_queue_size: int,
         topic: str,
+        curve: Curve | None = None,
     ) -> None:
         super().__init__(data_parallel_rank)
         self.on_published: list[Callable[[], None]] = []
@@ -51,6 +53,7 @@ class TieredEventPublisher(EventPublisher):
             buffer_steps=buffer_steps,
             hwm=hwm,
             max_queue_size=max_queue_size,
+            curve=curve,
         )
         self._config = KVEventsConfig(
             enable_kv_cache_events=True,
@@ -84,13 +87,18 @@ class TieredEventPublisher(EventPublisher):
         return self._config
 
 
-def take_over(config: KVEventsConfig, about: About, made: Callable[[TieredEventPublisher], None]) -> None:
+def take_over(
+    config: KVEventsConfig,
+    about: About,
+    made: Callable[[TieredEventPublisher], None],
+    curve: Curve | None = None,
+) -> None:
     """See to it that the publisher that vLLM makes of `config` next is ours; `made` gets it."""
     stock = config.publisher
 
     def make(data_parallel_rank: int, **settings: Any) -> EventPublisher:
         config.publisher = stock
-        publisher = TieredEventPublisher(about, data_parallel_rank, **settings)
+        publisher = TieredEventPublisher(about, data_parallel_rank, curve=curve, **settings)
         made(publisher)
         return publisher
 

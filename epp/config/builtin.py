@@ -71,6 +71,14 @@ class MetricsSourceParameters(Parameters, frozen=True):
         return None if self.interval is None else seconds(self.interval)
 
 
+class ModelsSourceParameters(Parameters, frozen=True):
+    """How engines are asked which models they serve."""
+
+    scheme: Literal["http", "https"] = "http"
+    path: str = "/v1/models"
+    insecure_skip_verify: bool = True
+
+
 class CustomMetric(Parameters, frozen=True):
     attribute_key: str
     metric_spec: str
@@ -124,6 +132,17 @@ class CoreMetricsExtractor(Extractor):
     without_effect = ("engineLabelKey", "defaultEngine", "engineConfigs")
 
 
+class ModelsDataSource(Source):
+    type = "models-data-source"
+    takes = ModelsSourceParameters
+    note = "engines are asked for their models where KV events are read"
+
+
+class ModelsDataExtractor(Extractor):
+    type = "models-data-extractor"
+    note = "lists of models are read by the fleet"
+
+
 class OpenAIParser(Parser):
     type = "openai-parser"
     note = "bodies are parsed by path; unknown paths are routed unscored"
@@ -148,6 +167,8 @@ BUILT_IN: Mapping[str, PluginType] = MappingProxyType(
             EndpointNotificationSource,
             MetricsDataSource,
             CoreMetricsExtractor,
+            ModelsDataSource,
+            ModelsDataExtractor,
             OpenAIParser,
             PassthroughParser,
             UtilizationDetector,

@@ -15,6 +15,8 @@ from epp.config.builtin import (
     Extractor,
     MetricsDataSource,
     MetricsSourceParameters,
+    ModelsDataSource,
+    ModelsSourceParameters,
     Parser,
     Source,
 )
@@ -26,12 +28,14 @@ from epp.config.roles import Role, is_discovery
 
 @dataclass(slots=True, frozen=True)
 class DataLayer:
-    """How engines' metrics are read."""
+    """How engines' metrics and lists of models are read."""
 
     scrape: bool = True
     """False where `injectDefaults: false` and no metrics source is listed."""
     metrics: MetricsSourceParameters = field(default_factory=MetricsSourceParameters)
     core: CoreMetricsParameters = field(default_factory=CoreMetricsParameters)
+    models: ModelsSourceParameters = field(default_factory=ModelsSourceParameters)
+    """How engines are asked for their models."""
 
 
 def plan_data_layer(document: Document, plan: Plan, findings: Findings) -> DataLayer:
@@ -42,6 +46,7 @@ def plan_data_layer(document: Document, plan: Plan, findings: Findings) -> DataL
         scrape=section.inject_defaults or any(s is not None and s.kind.cls is MetricsDataSource for s in listed),
         metrics=_only(MetricsDataSource, MetricsSourceParameters(), plan, findings),
         core=_only(CoreMetricsExtractor, CoreMetricsParameters(), plan, findings),
+        models=_only(ModelsDataSource, ModelsSourceParameters(), plan, findings),
     )
 
 

@@ -23,5 +23,7 @@ class Environment:
     """Services that several plugin instances share, created by the first that needs them (e.g. "kv-events")."""
     services: list[Any] = field(default_factory=list)
     """Objects with `async start()` and `async stop()` that the app runs: feeds, scrapers, watchers."""
+    index_budget: int = 0
+    """Bytes for the index of engines' caches; 0 = no bound."""
     lookup: Callable[[str], Any] = lambda name: None
     """Plugin instance by name, once all of the configuration is loaded."""

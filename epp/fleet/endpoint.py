@@ -26,6 +26,8 @@ class EngineLoad:
     updated_at: float = 0.0
     cpu_chunks: int = 0
     """Capacity of the CPU tier in chunks; 0 = unknown."""
+    asleep: bool = False
+    """The engine has discarded what its HBM held, and serves nobody until it is woken. False = not, or unknown."""
     streamed_until: float = 0.0
     """Until then (monotonic seconds) these figures, which the engine sent by itself, are newer than scraped ones; 0 =
     they are scraped."""

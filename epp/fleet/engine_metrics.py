@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from epp.fleet.endpoint import EngineLoad
 
@@ -50,6 +51,8 @@ class EngineMetrics:
     num_blocks: tuple[Spec, ...] = ()
     cpu_blocks_per_chunk: tuple[Spec, ...] = ()
     cpu_chunks: tuple[Spec, ...] = ()
+    asleep: tuple[Spec, ...] = ()
+    """Any of them above 0."""
 
 
 _TRITON_LLM_REQUESTS = b"nv_trt_llm_request_metrics"
@@ -64,6 +67,10 @@ ENGINES: Mapping[str, EngineMetrics] = {
         num_blocks=(Label(b"vllm:cache_config_info", b"num_gpu_blocks"),),
         cpu_blocks_per_chunk=(Label(b"vllm:kv_offload_config_info", b"cpu_blocks_per_chunk"),),
         cpu_chunks=(Label(b"vllm:kv_offload_config_info", b"cpu_num_chunks"),),
+        asleep=(
+            Value(b"vllm:engine_sleep_state", b'sleep_state="weights_offloaded"'),
+            Value(b"vllm:engine_sleep_state", b'sleep_state="discard_all"'),
+        ),
     ),
     "sglang": EngineMetrics(
         waiting=(Value(b"sglang:num_queue_reqs"),),
@@ -127,7 +134,8 @@ def read_load(page: bytes, engine: EngineMetrics, last: EngineLoad, rank: int, n
     if usage is not None and usage > 1:
         usage = None
     found = {field: _find(text, getattr(engine, field), rank) for field in _OPTIONAL}
-    sizes = {field: int(size) for field, size in found.items() if size is not None}
+    sizes: dict[str, Any] = {field: int(size) for field, size in found.items() if size is not None}
+    asleep = any(_find(text, (spec,), rank) for spec in engine.asleep)
     if last.streamed_until > now:
         load = replace(last, **{field: size for field, size in sizes.items() if not getattr(last, field)})
     else:
@@ -137,6 +145,7 @@ def read_load(page: bytes, engine: EngineMetrics, last: EngineLoad, rank: int, n
             running=int(running),
             kv_usage=last.kv_usage if usage is None else usage,
             updated_at=now,
+            asleep=asleep,
             streamed_until=0.0,
             **sizes,
         )

@@ -68,6 +68,10 @@ class Fleet:
     def get(self, address: str) -> Endpoint | None:
         return self._by_address.get(address)
 
+    def at(self, ip: str) -> Sequence[Endpoint]:
+        """All endpoints of an IP, whether or not requests may go there."""
+        return self._by_host.get(ip.strip("[]"), ())
+
     def subset(self, hint: Sequence[str] | None) -> Sequence[Endpoint]:
         """The endpoints a request may go to: those a subset hint allows, without those known to refuse connections if
         there are others. A hint is `ip:port` exactly, or a bare IP at any port, and never widened; None is no hint.

@@ -18,6 +18,7 @@ import aiohttp
 
 from epp.fleet.endpoint import Endpoint
 from epp.fleet.engine_metrics import engine_of, read_load
+from epp.fleet.fetch import FetchError, client, fetch, found_nobody
 from epp.fleet.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,6 @@ class ScrapeCounters(Protocol):
     def extract_failed(self, source_type: str, extractor_type: str) -> None: ...
 
 
-class ScrapeError(Exception):
-    """The endpoint answered, but not with a page we take."""
-
-
 class Scraper:
     """A service: `start` subscribes to the fleet, `stop` ends every scrape under way."""
 
@@ -112,19 +109,11 @@ class Scraper:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        # one connection an endpoint, kept between scrapes; no cookies, no proxy from the environment
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            limit_per_host=1,
-            keepalive_timeout=self.settings.longest_pause + self.settings.interval,
-            ssl=not self.settings.insecure_skip_verify,
-        )
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=self.settings.timeout),
-            headers={"Accept": "text/plain;version=0.0.4", "Accept-Encoding": "identity"},
-            auto_decompress=False,  # nobody was asked to compress, and a small answer must not become a huge one
+        self._session = client(
+            self.settings.timeout,
+            "text/plain;version=0.0.4",
+            verify=not self.settings.insecure_skip_verify,
+            idle=self.settings.longest_pause + self.settings.interval,
         )
         self._fleet.subscribe(self)
 
@@ -189,18 +178,12 @@ class Scraper:
     async def _scrape(self, endpoint: Endpoint, state: ScrapeState) -> None:
         state.scrapes += 1
         try:
+            assert self._session is not None
             async with self._places:
-                page = await self._fetch(endpoint)
+                page = await fetch(self._session, self.settings.url(endpoint), self.settings.max_bytes)
             self._read(endpoint, state, page)
         except Exception as error:  # whatever it is, it concerns this endpoint alone
             self._failed(endpoint, state, error)
-
-    async def _fetch(self, endpoint: Endpoint) -> bytes:
-        assert self._session is not None
-        async with self._session.get(self.settings.url(endpoint), allow_redirects=False) as response:
-            if response.status != 200:
-                raise ScrapeError(f"status {response.status}")
-            return await _at_most(response.content, self.settings.max_bytes)
 
     def _read(self, endpoint: Endpoint, state: ScrapeState, page: bytes) -> None:
         spec = endpoint.spec
@@ -235,9 +218,9 @@ class Scraper:
         self._counters.poll_failed(SOURCE_TYPE)
         state.failures += 1
         state.failures_in_a_row += 1
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if found_nobody(error):
             self._refused(endpoint, state)
-        elif isinstance(error, ScrapeError):
+        elif isinstance(error, FetchError):
             self._answered(endpoint, state)
         state.last_error = (str(error) or type(error).__name__)[:_LONGEST_ERROR]
         if state.failures_in_a_row == 1:
@@ -247,14 +230,3 @@ class Scraper:
 def _phase(slot: int) -> float:
     """In [0, 1): multiples of the golden ratio spread any number of dense slots evenly."""
     return slot * _GOLDEN % 1.0
-
-
-async def _at_most(stream: aiohttp.StreamReader, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in stream.iter_any():
-        size += len(part)
-        if size > limit:
-            raise ScrapeError(f"a page of more than {limit} bytes")
-        parts.append(part)
-    return b"".join(parts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,7 +19,11 @@ import zmq
 from epp.config.environment import Environment
 from epp.config.registry import Parameters
 from epp.fleet.endpoint import Endpoint, EndpointSpec, EngineLoad
-from epp.telemetry import OCCUPANCY, Reading
+from epp.fleet.model_names import Kind, ModelNames
+from epp.producers import readings
+from epp.telemetry import Reading
+from indexer.budget import capacity
+from indexer.curve import Curve, load_curve
 from indexer.feed import Feed, FeedAddress, Hub, SharedFeed
 from indexer.index import PrefixIndex
 from indexer.residency import Residency
@@ -36,8 +39,14 @@ SWEEP_PAUSE = 0.002
 LOAD_FRESH = 3.0
 """Seconds for which a streamed load is better than a scraped one; three heartbeats if that is more."""
 
+MUTE = 100
+"""Requests that an endpoint has served without a single event message, after which the log says so."""
+
 POOL_LABELS = {"cpu": "tierpick.ai/cpu-pool", "storage": "tierpick.ai/storage-pool"}
 """Tier → label of endpoints whose engines cannot say that they share it: all with the same value can load from it."""
+
+NOBODYS = "\0"
+"""Stands for all names under which nothing is held."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -55,6 +64,16 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     """Where it answers replays, likewise; not above 0 = nowhere."""
 
 
+class CurveConfig(Parameters, frozen=True):
+    """ZMQ CURVE towards all engines: one that does not have it, or another key, is not heard. Key files are those of
+    `zmq.auth.create_certificates`."""
+
+    server_key_file: str
+    """The engines' public key, which all of them have."""
+    secret_key_file: str = ""
+    """The picker's own, by which engines know it that let in known pickers only; "" = one made at start."""
+
+
 class KvEventsConfig(Parameters, frozen=True):
     """`concurrency` is without effect: events are applied on the one thread there is, in their order. `engineType` too:
     every engine's events are understood by what they look like."""
@@ -68,6 +87,7 @@ class KvEventsConfig(Parameters, frozen=True):
     discover_pods: bool = True
     """False: connect only to endpoints whose discovery names an event address."""
     pod_discovery_config: PodDiscoveryConfig = PodDiscoveryConfig()
+    curve: CurveConfig | None = None
 
 
 def feed_address(spec: EndpointSpec, config: KvEventsConfig) -> FeedAddress:
@@ -99,7 +119,7 @@ class Candidates:
         self._size = 1 + max((endpoint.slot for endpoint in endpoints), default=-1)
         self._dense = self._slots == list(range(self._size))
 
-    def by_slot(self, column: list[T], absent: U) -> list[T | U]:
+    def by_slot(self, column: Sequence[T], absent: U) -> list[T | U]:
         """What is aligned with `endpoints`, as a list indexed by slot."""
         if self._dense:
             return list(column)
@@ -114,19 +134,24 @@ class KvEvents:
 
     def __init__(self, environment: Environment) -> None:
         self.index = PrefixIndex()
+        self.index.budget = environment.index_budget
         self.speculation = Speculation()
+        self.models = ModelNames(self.index.renew)
+        self.index.root(NOBODYS)
         self.feeds: dict[Endpoint, Feed] = {}
         self.config = KvEventsConfig()
         self._configured_by = ""
-        self._skipped_before: Counter[str] = Counter()
-        self._counted_before: Counter[str] = Counter()
-        """Both of endpoints that have left: counters never go back."""
-        self._candidates_of: Sequence[Endpoint] = ()
-        self._candidates: Candidates | None = None
+        self._totals = readings.Totals()
+        self._requests: dict[Endpoint, tuple[int, int]] = {}
+        """Requests that ended there since a message was heard, and how many messages that was the last of."""
+        self._candidates: tuple[Sequence[Endpoint], Candidates] | None = None
         self._fleet = environment.fleet
         self._clock = environment.clock
         self._hub: Hub | None = None
         self.shared_feed: SharedFeed | None = None
+        self._left: set[str] = set()
+        """Addresses of endpoints that left since the shared socket was last read to its end. What is still in there of
+        one of them is its own, not that of another pod which has come to the same address since."""
         self._housekeeping: asyncio.Task[None] | None = None
         environment.telemetry.add_source(SHARED, self._readings)
 
@@ -149,23 +174,59 @@ class KvEvents:
 
     def candidates(self, endpoints: Sequence[Endpoint]) -> Candidates:
         """Remembered for as long as neither the list (by identity) nor the feeds change."""
-        if self._candidates_of is not endpoints or self._candidates is None:
-            self._candidates_of, self._candidates = endpoints, Candidates(endpoints, self.feeds)
-        return self._candidates
+        if self._candidates is None or self._candidates[0] is not endpoints:
+            self._candidates = endpoints, Candidates(endpoints, self.feeds)
+        return self._candidates[1]
+
+    def served(self, endpoint: Endpoint) -> None:
+        """A prompt of at least a block was answered there, so that its engine should have had something to say."""
+        feed = self.feeds.get(endpoint)
+        if feed is None:
+            return
+        requests, before = self._requests.get(endpoint, (0, 0))
+        heard = feed.counters.messages
+        requests = requests + 1 if heard == before else 0
+        self._requests[endpoint] = requests, heard
+        if requests == MUTE and not heard:
+            logger.warning("an endpoint serves requests, but its engine is mute", extra={"endpoint": endpoint.address})
+
+    def requests_since_heard(self, endpoint: Endpoint) -> int:
+        """Requests that ended there since its last message, heartbeats included: more and more where the engine does
+        not publish, or we listen to the wrong port."""
+        requests, heard = self._requests.get(endpoint, (0, 0))
+        return requests if heard == self.feeds[endpoint].counters.messages else 0
+
+    def served_as(self, model: str) -> str:
+        """The name whose chains match prompts of a request for `model`: its own, or one that nobody has blocks of, if
+        it may be an adapter that no event has named yet."""
+        if not model or model in self.index.roots:
+            return model
+        kind = self.models.kind(model)
+        if kind is Kind.ADAPTER and self.index.root(model) is not None:
+            return model
+        return model if kind in (Kind.BASE, Kind.UNKNOWN) else NOBODYS
 
     # -- the service ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._hub = Hub()
+        _log_budget(self.index.budget)
+        self._hub = Hub(self._curve())
         if self.config.zmq_endpoint:
             self.shared_feed = self._bind(self._hub)
         self._fleet.subscribe(self)
         self._housekeeping = asyncio.create_task(self._keep_house(), name="kv-events housekeeping")
 
+    def _curve(self) -> Curve | None:
+        keys = self.config.curve
+        try:
+            return None if keys is None else load_curve(keys.server_key_file, keys.secret_key_file)
+        except ValueError as error:
+            raise OSError(f"kvEventsConfig.curve: {error}") from error
+
     def _bind(self, hub: Hub) -> SharedFeed:
         endpoint = self.config.zmq_endpoint
         try:
-            return SharedFeed(hub, endpoint, self.config.topic_filter, self._feed_of_pod)
+            return SharedFeed(hub, endpoint, self.config.topic_filter, self._feed_of_pod, self._left.clear)
         except zmq.ZMQError as error:
             raise OSError(f"kvEventsConfig.zmqEndpoint: cannot bind {endpoint}: {error}") from error
 
@@ -177,10 +238,11 @@ class KvEvents:
             await asyncio.gather(self._housekeeping, return_exceptions=True)
         if self.shared_feed is not None:
             self.shared_feed.close()
+            self.shared_feed = None
         for endpoint in list(self.feeds):
             self.endpoint_removed(endpoint)
         self._hub.close()
-        self._hub = self.shared_feed = self._housekeeping = None
+        self._hub = self._housekeeping = None
 
     async def _keep_house(self) -> None:
         while True:
@@ -220,10 +282,13 @@ class KvEvents:
         self._candidates = None
         feed = self.feeds.pop(endpoint, None)
         if feed is not None:
-            self._skipped_before += _skipped(feed)
-            self._counted_before += _counted(feed)
+            self._totals.ended(feed)
+            self._requests.pop(endpoint, None)
             feed.close()
             self.speculation.forget(endpoint)
+        if self.shared_feed is not None:
+            self._left.add(endpoint.address)
+            self.shared_feed.drain()
 
     def endpoint_updated(self, endpoint: Endpoint) -> None:
         feed = self.feeds.get(endpoint)
@@ -241,54 +306,42 @@ class KvEvents:
         return residency
 
     def _feed_of_pod(self, pod: str) -> Feed | None:
-        """`ip:port`, or an IP that only one endpoint has."""
+        """By `ip:port`, or by an IP that only one endpoint has."""
         endpoint = self._fleet.get(pod)
         if endpoint is None:
-            of_host = self._fleet.subset([pod])
+            of_host = self._fleet.at(pod)
             endpoint = of_host[0] if len(of_host) == 1 else None
-        return None if endpoint is None else self.feeds.get(endpoint)
+        return None if endpoint is None or endpoint.address in self._left else self.feeds.get(endpoint)
 
     # -- to be looked at --------------------------------------------------------------------------------------------
 
     def snapshot(self) -> list[dict[str, Any]]:
         """JSON values: every publisher's state, counters and blocks held."""
-        return [{"endpoint": endpoint.address, **feed.snapshot()} for endpoint, feed in self.feeds.items()]
+        return [
+            {
+                "endpoint": endpoint.address,
+                "requests_since_heard": self.requests_since_heard(endpoint),
+                **feed.snapshot(),
+            }
+            for endpoint, feed in self.feeds.items()
+        ]
 
     def _readings(self) -> Iterator[Reading]:
         yield "kv_cache_events_active_subscribers", (), sum(feed.stream.is_connected for feed in self.feeds.values())
+        now = self._clock()
         for endpoint, feed in self.feeds.items():
-            pod, counters = (endpoint.address,), feed.counters
-            yield "kv_cache_events_messages_received_total", pod, counters.messages
-            yield "kv_cache_events_subscriber_reconnections_total", pod, counters.reconnections
-            yield "kv_cache_events_zmq_errors_total", (endpoint.address, "recv"), counters.malformed
-            yield "kv_cache_events_zmq_errors_total", (endpoint.address, "replay-incomplete"), counters.replays_failed
-            yield "tierpick_event_snapshots_total", (endpoint.address, "taken"), counters.snapshots
-            yield "tierpick_event_snapshots_total", (endpoint.address, "failed"), counters.snapshots_failed
-            if feed.stream.heard_at:
-                yield "tierpick_event_silence_seconds", pod, self._clock() - feed.stream.heard_at
-            for tier, figures in feed.stream.told.tiers.items():
-                if figures.held is not None:
-                    yield "tierpick_tier_held_blocks", (endpoint.address, tier), figures.held
-                if figures.capacity is not None:
-                    yield "tierpick_tier_capacity_blocks", (endpoint.address, tier), figures.capacity
-        for reason, count in sum((_skipped(feed) for feed in self.feeds.values()), self._skipped_before).items():
-            yield "kv_cache_events_stores_skipped_total", ("", reason), count
-        total = sum(map(_counted, self.feeds.values()), self._counted_before)
-        yield "kv_cache_events_removals_skipped_total", ("", "not_indexed"), total["skipped_removals"]
-        removed, copies = total["removed_blocks"], total["removed_copies"]
-        yield "kv_cache_events_dedup_removed_hashes_suppressed_total", (), copies
-        yield "kv_cache_events_dedup_removed_hashes_forwarded_total", (), removed - copies
-        yield "kv_cache_index_admissions_total", (), total["stored_blocks"]
-        yield "kv_cache_index_evictions_total", (), removed
-        yield OCCUPANCY, ("speculative keys",), self.speculation.occupancy
+            yield from readings.of_feed(endpoint.address, feed, self.requests_since_heard(endpoint), now)
+        yield from self._totals.readings(self.feeds)
+        yield from readings.of_index(self.index, self.speculation)
 
 
-def _skipped(feed: Feed) -> Counter[str]:
-    return feed.counters.skipped + feed.counters.not_indexed + feed.residency.skipped
-
-
-def _counted(feed: Feed) -> Counter[str]:
-    return feed.counters.former + feed.residency.counted()
+def _log_budget(budget: int) -> None:
+    if budget:
+        logger.info(
+            "room for about %.1f million blocks in the index", capacity(budget) / 1e6, extra={"budget_bytes": budget}
+        )
+    else:
+        logger.info("the index's memory is not bounded")
 
 
 def _take_load(endpoint: Endpoint, feed: Feed) -> None:
@@ -315,9 +368,12 @@ def _take_load(endpoint: Endpoint, feed: Feed) -> None:
 
 def _tell(residency: Residency, endpoint: Endpoint) -> None:
     """Of a publisher that says nothing of its tiers: the size of a CPU chunk, which the engine's metrics know before
-    events show it, and the pools that the endpoint's labels name."""
+    events show it, the pools that the endpoint's labels name, and that it sleeps: the event that its caches are
+    emptied comes with its next step, after it was woken."""
     chunk = endpoint.load.cpu_blocks_per_chunk
     if chunk:
         residency.blocks_per_chunk = chunk
     for tier, label in POOL_LABELS.items():
         residency.share(tier, endpoint.spec.labels.get(label))
+    if endpoint.load.asleep and residency.tiers():
+        residency.clear()

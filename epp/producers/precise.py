@@ -7,6 +7,10 @@ Parameters are llm-d's, and `tier`. Accepted, but without effect here: `hashSeed
 and never compared with other processes'), `inMemoryConfig` and `costAwareMemoryConfig` (there is one kind of index,
 and it holds what the engines hold), `enableMetrics` (always on), `metricsLoggingInterval`. `blockSizeTokens` only
 counts while no engine has said its block size.
+
+What a publisher's blocks weigh is multiplied by the trust in its feed, those that speculation expects too: with an
+engine that cannot be heard the request that made them likely may be gone as well, and no event would ever say so. A
+lost endpoint is thus chosen by its load alone. Proven tokens are never weighed.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from epp.config.units import Duration, seconds
 from epp.fleet.endpoint import Endpoint
 from epp.producers.kv_events import Candidates, KvEvents, KvEventsConfig
 from epp.routing import Outcome
-from epp.scheduling.plugin import PrefixMatch, Scheduling, SchedulingResult, TierHit
+from epp.scheduling.plugin import Certainty, PrefixMatch, Scheduling, SchedulingResult, TierHit
 from indexer.match import Match, Prompt, match
 from indexer.residency import Residency
 from indexer.speculative import Speculation
+from indexer.stream import State
 from indexer.wire import canonical_tier
 
 PREFILL = "prefill"
@@ -128,6 +133,9 @@ class Lookup:
 
     candidates: Candidates
     residencies: Sequence[Residency]
+    states: Sequence[State]
+    trust: Sequence[float]
+    """In what the residencies show; empty = all of them are live."""
     block_size: int
     """Tokens; that of most candidates."""
     prompts: Sequence[Prompt]
@@ -151,13 +159,17 @@ class Lookup:
 def look_up(events: KvEvents, scheduling: Scheduling, default_block: int) -> Lookup:
     request = scheduling.request
     candidates = events.candidates(scheduling.endpoints)
-    residencies = [stream.residency for stream in candidates.streams]
-    sizes = [residency.block_size for residency in residencies]
+    streams = candidates.streams
+    residencies = [stream.residency for stream in streams]
+    states = [stream.state for stream in streams]
+    trust = () if states.count(State.LIVE) == len(states) else [stream.trust for stream in streams]
+    sizes = [residency.own_block_size or residency.block_size for residency in residencies]
     block = max(set(sizes) - {0}, key=sizes.count, default=default_block)
-    prompts = [Prompt(tokens, request.target_model, request.cache_salt) for tokens in request.tokens]
+    model = events.served_as(request.target_model)
+    prompts = [Prompt(tokens, model, request.cache_salt) for tokens in request.tokens]
     matches = [match(events.index, prompt, residencies) for prompt in prompts]
     tokens = [_tokens(matches, sizes, tier) for tier in TIERS]
-    lookup = Lookup(candidates, residencies, block, prompts, matches, tokens, ())
+    lookup = Lookup(candidates, residencies, states, trust, block, prompts, matches, tokens, ())
     if len(events.speculation):
         lookup.speculative = [_runs(events.speculation, lookup, number) for number in range(len(prompts))]
     return lookup
@@ -166,7 +178,11 @@ def look_up(events: KvEvents, scheduling: Scheduling, default_block: int) -> Loo
 def _tokens(matches: Sequence[Match], sizes: Sequence[int], tier: str) -> Sequence[int]:
     columns = [column for found in matches if any(column := found.column(tier))]
     blocks = columns[0] if len(columns) == 1 else map(sum, zip(*columns, strict=True))
-    return list(map(mul, blocks, sizes))
+    tokens = list(map(mul, blocks, sizes))
+    for found in matches:
+        for i, last in found.recomputed.items():
+            tokens[i] -= last == tier
+    return tokens
 
 
 def _runs(speculation: Speculation, lookup: Lookup, number: int) -> Mapping[int, int]:
@@ -188,6 +204,11 @@ def hits(lookup: Lookup) -> list[TierHit | None]:
     return lookup.candidates.by_slot(found, None)
 
 
+def certainty(lookup: Lookup) -> Certainty:
+    by_slot = lookup.candidates.by_slot
+    return Certainty(by_slot(lookup.states, None), by_slot(lookup.trust, 0.0) if lookup.trust else ())
+
+
 def published(lookup: Lookup, weights: Weights, *, speculative: bool) -> PrefixMatch:
     weighted, counted = [0.0] * len(lookup.residencies), [0] * len(lookup.residencies)
     for column, weight in zip(lookup.tokens, weights, strict=True):
@@ -196,6 +217,8 @@ def published(lookup: Lookup, weights: Weights, *, speculative: bool) -> PrefixM
             counted = list(map(add, counted, column))
     if speculative:
         _add_speculative(weighted, lookup, weights)
+    if lookup.trust:
+        weighted = list(map(mul, weighted, lookup.trust))
     blocks = [tokens / lookup.block_size for tokens in weighted]
     by_slot = lookup.candidates.by_slot
     return PrefixMatch(lookup.total, lookup.block_size, by_slot(blocks, 0.0), by_slot(counted, 0))
@@ -257,7 +280,7 @@ class PrecisePrefixCacheProducer:
         if lookup is None:
             started = time.perf_counter()
             lookup = scheduling.notes[self.type] = look_up(self._events, scheduling, self._block)
-            scheduling.hits = hits(lookup)
+            scheduling.hits, scheduling.certainty = hits(lookup), certainty(lookup)
             longest = max(map(sum, zip(*filter(None, lookup.tokens), strict=True)), default=0) // lookup.block_size
             self._telemetry.looked_up(time.perf_counter() - started, longest)
         return lookup
@@ -280,6 +303,9 @@ class PrecisePrefixCacheProducer:
             self._events.speculation.add(lookup, endpoint, keys, scheduling.now)
 
     def finished(self, scheduling: Scheduling, result: SchedulingResult, outcome: Outcome) -> None:
-        lookup: Lookup | None = scheduling.notes.get(self.type)
-        if lookup is not None and lookup.noted:
-            self._events.speculation.drop(lookup)
+        lookup: Lookup | None = scheduling.notes.pop(self.type, None)
+        if lookup is None:
+            return
+        self._events.speculation.drop(lookup)
+        if lookup.total and outcome.status == 200:
+            self._events.served(result.target.picked[0])

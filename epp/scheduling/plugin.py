@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from epp.fleet.endpoint import Endpoint
 from epp.requests.model import InferenceRequest
 from epp.routing import Outcome
+from indexer.stream import State
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class PrefixMatch:
     block_size: int
     """Tokens a block."""
     blocks: list[float]
-    """Matched blocks, weighted by tier where the producer weighs."""
+    """Matched blocks, weighted by tier where the producer weighs, and by what its knowledge is worth."""
     cached_tokens: list[int]
     """Tokens matched, unweighted."""
 
@@ -42,6 +43,21 @@ class TierHit:
         return self.gpu + self.cpu + self.storage
 
 
+@dataclass(slots=True, frozen=True)
+class Certainty:
+    """What exact predictions rest on: the endpoints' event feeds, as they were when the index was asked. By slot."""
+
+    states: Sequence[State | None]
+    """None = not a candidate, or without a feed."""
+    trust: Sequence[float]
+    """0 to 1, what a matched block counts; empty = 1 everywhere."""
+
+    def of(self, slot: int) -> tuple[str, float] | None:
+        """State and trust; None = there is nothing to be certain of."""
+        state = self.states[slot] if slot < len(self.states) else None
+        return None if state is None else (state.value, self.trust[slot] if self.trust else 1.0)
+
+
 @dataclass(slots=True)
 class Scheduling:
     """One request on its way through the plugins."""
@@ -55,6 +71,8 @@ class Scheduling:
     """By producer instance name."""
     hits: list[TierHit | None] = field(default_factory=list)
     """Exact per-tier prediction by slot, where a precise producer ran; empty otherwise."""
+    certainty: Certainty | None = None
+    """Of `hits`."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Per-request state of plugins, by plugin instance name."""
     skipped: list[str] = field(default_factory=list)

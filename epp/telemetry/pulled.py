@@ -50,13 +50,45 @@ DECLARED: Mapping[str, _Declared] = {
     ),
     "inflight_requests": _Declared("gauge", "Requests sent to the endpoint and not ended.", _FLOW),
     "inflight_tokens": _Declared("gauge", "Uncached prompt tokens sent to the endpoint and not answered.", _FLOW),
-    "tierpick_event_snapshots_total": _Declared(
+    "tierpick_feed_state": _Declared(
+        "gauge", "1 for the state an event feed is in: syncing, live, unsure or lost.", (*_POD, "state")
+    ),
+    "tierpick_feed_trust": _Declared(
+        "gauge", "What blocks held by the engine count when scored, of what they would if its feed were live.", _POD
+    ),
+    "tierpick_feed_lag_batches": _Declared(
+        "gauge", "Event batches that are known to exist and are not in the index yet.", _POD
+    ),
+    "tierpick_feed_delay_seconds": _Declared(
+        "gauge", "Time the last event message took, more than the fastest one of late.", _POD
+    ),
+    "tierpick_feed_silence_seconds": _Declared("gauge", "Time since an engine's last event message.", _POD),
+    "tierpick_feed_requests_since_heard": _Declared(
+        "gauge", "Requests that ended at an endpoint since its last event message; more and more = it is mute.", _POD
+    ),
+    "tierpick_feed_gaps_total": _Declared("counter", "Gaps in an engine's numbered event batches.", _POD),
+    "tierpick_feed_missed_batches_total": _Declared("counter", "Event batches in gaps, recovered or not.", _POD),
+    "tierpick_feed_duplicates_total": _Declared("counter", "Event batches that came again.", _POD),
+    "tierpick_feed_unreadable_batches_total": _Declared("counter", "Event batches that could not be read.", _POD),
+    "tierpick_feed_losses_total": _Declared(
+        "counter", "Losses that could not be repaired: everything known of the engine was forgotten.", _POD
+    ),
+    "tierpick_feed_restarts_total": _Declared("counter", "Restarts of an engine, as its events tell.", _POD),
+    "tierpick_feed_replays_total": _Declared("counter", "Questions put to an engine's replay socket.", _POD),
+    "tierpick_feed_truncated_replays_total": _Declared(
+        "counter", "Replays that began later than asked: the engine remembers no more.", _POD
+    ),
+    "tierpick_feed_snapshots_total": _Declared(
         "counter", "Snapshots of an engine's caches that were asked for, by what came of it.", (*_POD, "result")
     ),
-    "tierpick_event_silence_seconds": _Declared("gauge", "Time since an engine's last event message.", _POD),
     "tierpick_tier_held_blocks": _Declared("gauge", "KV blocks in a tier, as the engine says.", (*_POD, "tier")),
     "tierpick_tier_capacity_blocks": _Declared(
         "gauge", "KV blocks that fit into a tier, as the engine says.", (*_POD, "tier")
+    ),
+    "tierpick_index_memory_bytes": _Declared("gauge", "Memory of the event-fed index, by part of it.", ("part",)),
+    "tierpick_index_budget_bytes": _Declared("gauge", "Memory that the index may take in all; 0 = any."),
+    "tierpick_index_forgotten_blocks_total": _Declared(
+        "counter", "Blocks that the index gave up, the least useful first, to keep to its budget."
     ),
     OCCUPANCY: _Declared(
         "gauge", "Fill of a bounded structure; at 1 new entries push out old ones or are refused.", ("name",)

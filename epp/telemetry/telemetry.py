@@ -107,9 +107,10 @@ class Telemetry(Collector):
         """What the chosen endpoint should find, what the best candidate would have found, and out of how many."""
         self._prediction.predict(chosen, best, prompt_tokens)
 
-    def delivered(self, predicted: int, delivered: int) -> None:
-        """What the engine reports it found, beside what was predicted for that request."""
-        self._prediction.deliver(predicted, delivered)
+    def delivered(self, predicted: int, delivered: int, feed: str) -> None:
+        """What the engine reports it found, beside what was predicted for that request; `feed` is the state that the
+        endpoint's event feed was in at that time, "" = it has none."""
+        self._prediction.deliver(predicted, delivered, feed)
 
     # fleet
 
@@ -261,13 +262,15 @@ class _PredictionFamilies(Group):
             "tierpick_delivered_cached_tokens_total", "Cached tokens that engines reported for predicted requests."
         )
         self.results = counter(
-            "tierpick_prediction_total", "Reported cached tokens against the prediction.", ("result",)
+            "tierpick_prediction_total",
+            "Reported cached tokens against the prediction, by the state of the endpoint's event feed at that time.",
+            ("result", "feed"),
         )
         self.unscored = counter("tierpick_unscored_requests_total", "Requests routed without a prompt.", ("reason",))
         for tier in ("gpu", "cpu", "storage"):
             self.tokens.child(tier)
         for result in ("exact", "below", "above"):
-            self.results.child(result)
+            self.results.child(result, "live")
 
     def predict(self, chosen: TierHit, best: int, prompt_tokens: int) -> None:
         self.tokens.child("gpu").value += chosen.gpu
@@ -276,9 +279,9 @@ class _PredictionFamilies(Group):
         self.best.child().value += best
         self.prompt.child().value += prompt_tokens
 
-    def deliver(self, predicted: int, delivered: int) -> None:
+    def deliver(self, predicted: int, delivered: int, feed: str) -> None:
         self.reported.child().value += delivered
-        self.results.child(comparison(predicted, delivered)).value += 1
+        self.results.child(comparison(predicted, delivered), feed).value += 1
 
 
 def comparison(predicted: int, delivered: int) -> str:

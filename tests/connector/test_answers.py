@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from connector.answers import END, MAX_ASKERS, PATIENCE, PEER_QUEUE, SNAPSHOT, Answers
+from connector import answers as answers_module
+from connector.answers import END, MAX_ASKERS, PATIENCE, REQUESTS_AT_ONCE, SNAPSHOT, Answers
 from connector.journal import About, Journal
 
 from .conftest import Sockets
 from .test_journal import stored
 
 TOPIC = b"kv@a@m"
+MANY = 5000
+"""Messages, of 200 blocks each: more than ZMQ and the kernel take in for a peer that does not read."""
 
 
 class Desk:
@@ -106,6 +109,55 @@ def test_the_same_question_of_the_same_peer_is_answered_once(desk: Desk) -> None
     assert not dealer.poll(50)
 
 
+def test_a_flood_of_requests_is_read_in_portions(desk: Desk) -> None:
+    dealer = desk.peer()
+    for start in range(3 * REQUESTS_AT_ONCE):
+        dealer.send_multipart([b"", start.to_bytes(8, "big")])
+    portions = []
+    while len(desk.answers) < 3 * REQUESTS_AT_ONCE:
+        before = len(desk.answers)
+        more = desk.answers.receive()
+        portions.append(len(desk.answers) - before)
+        assert more or portions[-1] < REQUESTS_AT_ONCE
+    assert max(portions) <= REQUESTS_AT_ONCE
+
+
+def test_a_message_of_many_frames_is_ignored_like_any_nonsense(desk: Desk) -> None:
+    dealer = desk.peer()
+    dealer.send_multipart([b"", bytes(8), *[b"x"] * 10_000])
+    desk.ask(dealer, 0)
+    assert desk.take(dealer) == []
+
+
+def test_all_answers_together_are_limited_to_a_rate_after_a_burst(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(100):
+        desk.journal.batch([stored(number * 100, 100)], 0.0)
+    size = len(next(desk.journal.replay(50))[1])
+    monkeypatch.setattr(answers_module, "BURST_BYTES", 10 * size)
+    monkeypatch.setattr(answers_module, "BYTES_PER_S", 20 * size)
+    first, second = desk.peer(), desk.peer()
+    desk.ask(first, 0)
+    desk.ask(second, 50)
+
+    assert not desk.send()
+    got = 0
+
+    def drain() -> int:
+        nonlocal got
+        for dealer in (first, second):
+            while dealer.poll(50):
+                dealer.recv_multipart()
+                got += 1
+        return got
+
+    assert 9 <= drain() <= 12
+    assert not desk.send()
+    assert drain() <= 12
+    desk.now += 0.25
+    assert not desk.send()
+    assert 14 <= drain() <= 17
+
+
 def test_only_so_many_askers_are_known(desk: Desk) -> None:
     dealer = desk.peer()
     for start in range(MAX_ASKERS + 50):
@@ -128,18 +180,18 @@ def test_what_is_no_request_is_ignored(desk: Desk, frames: list[bytes]) -> None:
 
 
 def test_a_peer_slow_to_read_gets_everything_in_the_end_and_holds_up_nobody(desk: Desk) -> None:
-    for number in range(PEER_QUEUE * 20):
+    for number in range(MANY):
         desk.journal.batch([stored(number * 200, 200)], 0.0)
     slow, quick = desk.peer(queue=1), desk.peer()
     desk.ask(slow, 0)
     desk.until(lambda: not desk.send())
-    desk.ask(quick, PEER_QUEUE * 20 - 1)
+    desk.ask(quick, MANY - 1)
     assert len(desk.take(quick)) == 1
-    assert len(desk.take(slow)) == PEER_QUEUE * 20
+    assert len(desk.take(slow)) == MANY
 
 
 def test_a_peer_that_takes_nothing_for_long_loses_its_answer(desk: Desk) -> None:
-    for number in range(PEER_QUEUE * 20):
+    for number in range(MANY):
         desk.journal.batch([stored(number * 200, 200)], 0.0)
     slow = desk.peer(queue=1)
     desk.ask(slow, 0)

@@ -7,7 +7,16 @@ import msgspec
 import pytest
 
 from connector import journal as journal_module
-from connector.events import AllBlocksCleared, BlockRemoved, BlockStored, Load, Tier, TierCleared
+from connector.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Groups,
+    Load,
+    Lookup,
+    Tier,
+    TierCleared,
+)
 from connector.journal import About, Journal
 from connector.ledger import PART_BLOCKS
 
@@ -55,6 +64,24 @@ def test_every_message_names_the_instance_and_the_load_if_known(journal: Journal
         notes = read(message)[2]
         assert notes["instance"] == "life"
         assert notes["load"] == {"waiting": 1, "running": 2, "kv_usage": 0.5}
+
+
+def test_groups_are_told_as_soon_as_they_are_known_and_then_with_the_tiers() -> None:
+    about = About("life")
+    journal = Journal(about)
+    journal.heartbeat(5.0)
+    about.groups = Groups([Lookup([0], "full_attention", 16), Lookup([1], "mamba", 32, eagle=True)], 32)
+    told = {
+        "lookups": [
+            {"groups": [0], "kind": "full_attention", "block": 16},
+            {"groups": [1], "kind": "mamba", "block": 32, "eagle": True},
+        ],
+        "alignment": 32,
+    }
+    assert read(journal.batch([stored(1)], 5.1))[2]["groups"] == told
+    assert "groups" not in read(journal.batch([stored(2)], 5.2))[2]
+    assert read(journal.heartbeat(5.3))[2]["groups"] == told
+    assert read(next(journal.snapshot(5.4)))[2]["groups"] == told
 
 
 def test_tiers_and_the_promise_of_heartbeats_come_first_and_then_once_a_second(journal: Journal) -> None:

@@ -68,6 +68,53 @@ def test_blocks_in_a_window_are_held_though_more_tokens_than_theirs_are_told() -
     assert [event.group_idx for event in told_again(ledger)] == [1]
 
 
+WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
+
+
+def with_lead(hashes: str, lead: int, parent: str | None = None) -> BlockStored:
+    """The last blocks of those, and how many are before them."""
+    event = stored(hashes, parent, **WINDOW, lead_blocks=lead)
+    return msgspec.structs.replace(
+        event, block_hashes=event.block_hashes[lead:], extra_keys=[None] * (len(hashes) - lead)
+    )
+
+
+def test_blocks_of_a_window_are_told_again_with_the_tokens_of_those_before_them_that_are_not_held() -> None:
+    ledger = Ledger()
+    ledger.apply([with_lead("abcde", 2)])
+    assert told_again(ledger) == [with_lead("abcde", 2)]
+    ledger.apply([removed("c")])
+    assert told_again(ledger) == [with_lead("abcde", 3)]
+    ledger.apply([removed("de"), stored("xyz", "w", **WINDOW), removed("x")])
+    assert told_again(ledger) == [with_lead("xyz", 1, "w")]
+
+
+def test_a_long_run_of_such_blocks_is_told_in_pieces_that_begin_where_the_first_does() -> None:
+    ledger = Ledger()
+    letters = "".join(map(chr, range(0x100, 0x130)))
+    ledger.apply([with_lead(letters, 2)])
+    again = told_again(ledger)
+    assert "".join(chr(block_hash) for event in again for block_hash in event.block_hashes) == letters[2:]
+    assert [(event.lead_blocks, event.parent_block_hash) for event in again] == [
+        (2, None),
+        (0, ord(letters[15])),
+        (0, ord(letters[31])),
+    ]
+
+
+def test_blocks_before_them_that_have_extra_keys_are_left_to_their_hashes() -> None:
+    ledger = Ledger()
+    ledger.apply([stored("abc", **WINDOW, extra_keys=[("salt",), None, None]), removed("a")])
+    assert told_again(ledger) == [stored("bc", "a", **WINDOW)]
+
+
+def test_a_chunk_of_a_window_is_described_with_the_tokens_before_it() -> None:
+    ledger = Ledger({"CPU": 1})
+    ledger.apply([with_lead("abcd", 2)])
+    [told] = ledger.apply([placeholder("d")])
+    assert told == msgspec.structs.replace(with_lead("abcd", 3), medium="CPU")
+
+
 def test_a_placeholder_of_an_unknown_block_gets_the_kind_of_its_group() -> None:
     ledger = Ledger()
     ledger.apply([stored("ab", kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=4), removed("ab")])

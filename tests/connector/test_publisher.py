@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import threading
 import time
@@ -11,7 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
+from connector import publisher as publisher_module
 from connector.answers import END, SNAPSHOT
 from connector.events import BlockRemoved, Load, Tier
 from connector.journal import About
@@ -103,9 +107,10 @@ class Slow(list[Any]):
 
     def __init__(self) -> None:
         super().__init__([stored(1)])
-        self.ready = threading.Event()
+        self.begun, self.ready = threading.Event(), threading.Event()
 
     def __iter__(self) -> Iterator[Any]:
+        self.begun.set()
         self.ready.wait(10)
         return super().__iter__()
 
@@ -154,7 +159,7 @@ def test_events_have_their_own_time_or_the_present(sockets: Sockets, start: Call
 
 
 def test_all_threads_may_publish(sockets: Sockets, start: Callable[..., Publisher]) -> None:
-    publisher = start(About(heartbeat=NEVER), max_queue_size=3)
+    publisher = start(About(heartbeat=NEVER))
     threads = [
         threading.Thread(target=lambda: [publisher.publish([stored(number)]) for number in range(300)])
         for _ in range(3)
@@ -285,6 +290,197 @@ def test_a_peer_that_asks_and_never_reads_delays_nobody(sockets: Sockets, start:
     publisher.publish([stored(1)])
     while peer.hear()[0] < 3000:
         pass
+
+
+WAYS = {"events": b"SUB", "replay": b"DEALER"}
+"""Socket types of those who connect."""
+
+
+class Stranger:
+    """Speaks ZMTP by hand over one TCP connection, and reads only what it must."""
+
+    def __init__(self, endpoint: str | None, kind: bytes) -> None:
+        host, port = address(endpoint).removeprefix("tcp://").split(":")
+        self.connection = socket.socket()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        self.connection.connect((host, int(port)))
+        self.connection.sendall(b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32))
+        ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+        self.connection.sendall(bytes([4, len(ready)]) + ready)
+        greeting = b""
+        while len(greeting) < 64:
+            greeting += self.connection.recv(64 - len(greeting))
+
+    def frame(self, data: bytes, *, more: bool = False) -> None:
+        self.connection.sendall(bytes([more, len(data)]) + data)
+
+    def is_cut_off(self) -> bool:
+        try:
+            return self.connection.recv(65536, socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_connects_and_never_reads_is_cut_off_with_what_waits_for_it(
+    start: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(publisher_module, "DEAD_AFTER_MS", 100)
+    publisher = start(About(heartbeat=NEVER))
+    before = open_files()
+    stranger = Stranger(publisher.endpoint if way == "events" else publisher.replay_endpoint, WAYS[way])
+    if way == "events":
+        stranger.frame(b"\1")
+    for number in range(2000):  # more than fits between two processes
+        publisher.publish([stored(number * 300, 300)])
+    assert publisher.flush(10)
+    if way == "replay":
+        stranger.frame(b"", more=True)
+        stranger.frame(bytes(8))
+    deadline = time.monotonic() + 10
+    while open_files() > before + 1:  # the stranger's own end stays open
+        assert time.monotonic() < deadline, "the connection is still there"
+        publisher.publish([stored(1, 300)])
+        time.sleep(0.01)
+    stranger.connection.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stranger_that_sends_large_frames_is_cut_off(start: Callable[..., Publisher], way: str) -> None:
+    publisher = start(About(heartbeat=NEVER))
+    stranger = Stranger(publisher.endpoint if way == "events" else publisher.replay_endpoint, WAYS[way])
+    stranger.connection.sendall(b"\2" + (1 << 40).to_bytes(8, "big"))
+    deadline = time.monotonic() + 10
+    while not stranger.is_cut_off():
+        assert time.monotonic() < deadline, "it is still listened to"
+        time.sleep(0.005)
+    stranger.connection.close()
+
+
+def test_a_flood_of_requests_takes_little_of_the_engines_time(
+    sockets: Sockets, start: Callable[..., Publisher]
+) -> None:
+    publisher = start(About(heartbeat=NEVER))
+    publisher.publish([stored(1)])
+    peer = Peer(sockets, publisher)
+    peer.until_published(1)
+    requests, over = 0, threading.Event()
+
+    def flood() -> None:
+        nonlocal requests
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(address(publisher.replay_endpoint))
+            while not over.is_set():
+                if dealer.poll(5, zmq.POLLOUT):
+                    dealer.send_multipart([b"", (1 << 40).to_bytes(8, "big")])
+                    requests += 1
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    while requests < 1000:
+        time.sleep(0.001)
+    clock = time.pthread_getcpuclockid(publisher._thread.ident)  # type: ignore[arg-type]
+    begin, spent = time.monotonic(), time.clock_gettime(clock)
+    for number in range(10):
+        publisher.publish([stored(number)])
+        while peer.hear()[0] < number + 1:
+            pass
+        time.sleep(0.02)
+    share = (time.clock_gettime(clock) - spent) / (time.monotonic() - begin)
+    over.set()
+    flooding.join(10)
+    assert share < 0.2
+    assert peer.numbers(11) == []
+
+
+TOKEN = 1234567
+SALT = "a-salt-that-is-secret"
+
+
+def test_neither_tokens_nor_salts_are_logged(
+    sockets: Sockets, start: Callable[..., Publisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.NOTSET)
+    good = replace(stored(1), token_ids=[TOKEN], extra_keys=[[SALT]])
+    odd = [
+        good,
+        replace(good, extra_keys=[{SALT: object()}]),
+        replace(good, token_ids=[TOKEN, SALT]),
+        replace(good, token_ids=SALT),
+        replace(good, token_ids=[TOKEN << 70]),
+        replace(good, block_hashes=[[SALT]]),
+        replace(good, block_hashes=[TOKEN << 70]),
+        replace(good, medium="CPU", token_ids=[], block_hashes=[{SALT: TOKEN}]),
+        [SALT, TOKEN],
+    ]
+    for event in odd:
+        publisher = start(About(heartbeat=NEVER))
+        publisher.publish([event, good])
+        assert publisher.flush(10)
+        Peer(sockets, publisher).ask(SNAPSHOT)
+    assert "batches are published as they come" in caplog.text
+    assert str(TOKEN) not in caplog.text
+    assert SALT not in caplog.text
+
+
+# --- faster than it can be told
+
+
+def test_without_room_nothing_waits_and_everything_is_told_as_cleared(
+    sockets: Sockets, start: Callable[..., Publisher]
+) -> None:
+    publisher = start(About(heartbeat=NEVER), max_queue_size=4)
+    publisher.publish([stored(1)])
+    assert publisher.flush(10)
+    slow = Slow()
+    publisher.publish(slow)
+    assert slow.begun.wait(10)
+    begin = time.monotonic()
+    for number in range(10, 30):
+        publisher.publish([stored(number)])
+    publisher.publish([BlockRemoved([1], "GPU", 0)])
+    assert time.monotonic() - begin < 1
+    slow.ready.set()
+    assert publisher.flush(10)
+    publisher.publish([stored(99)])
+    assert publisher.flush(10)
+    peer = Peer(sockets, publisher)
+    told = [msgspec.msgpack.decode(reply[3])[1] for reply in peer.ask(0)]
+    assert [event["type"] for [event] in told] == ["BlockStored", "BlockStored", "AllBlocksCleared", "BlockStored"]
+    assert told[2] == [{"type": "AllBlocksCleared"}], "of all tiers"
+    assert peer.numbers() == [0, 1, 2, 3], "no consumer need wonder what it missed"
+    [picture] = [msgspec.msgpack.decode(reply[3])[1] for reply in peer.ask(SNAPSHOT)]
+    assert [event["block_hashes"] for event in picture] == [[99]]
+    assert publisher.overflows == 1
+
+
+# --- load
+
+
+def test_a_change_of_the_load_is_told_within_a_tenth_of_a_second_and_nothing_is_told_twice(
+    sockets: Sockets, start: Callable[..., Publisher]
+) -> None:
+    about = About(heartbeat=100, load=Load(0, 1, 0.5))
+    publisher = start(about)
+    peer = Peer(sockets, publisher)
+    publisher.publish([stored(1)])
+    peer.until_published(1)
+    about.load = Load(0, 0, 0.0)
+    begin = time.monotonic()
+    while (heard := peer.hear())[2]["load"]["running"]:
+        pass
+    assert heard[1] == []
+    assert time.monotonic() - begin < 1
+    about.load = Load(0, 0, 0.7)
+    assert not peer.subscription.poll(300), "the use of the cache alone is no news"
 
 
 # --- begin and end

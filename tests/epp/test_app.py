@@ -15,11 +15,13 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epp import app as module
 from epp.app import App, StartError
 from epp.config.errors import ConfigError
+from epp.fleet.model_names import Kind
 from epp.options import Options
 from epp.toolbox.processes import free_ports
 from epp.wire import METHOD, SERVICE
@@ -38,6 +40,15 @@ apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
 plugins: [{{type: file-discovery, parameters: {{path: {path}, watchFile: true}}}}, {{type: queue-scorer}}]
 dataLayer: {{injectDefaults: false, discovery: {{pluginRef: file-discovery}}}}
+schedulingProfiles: [{{name: default, plugins: [{{pluginRef: queue-scorer}}]}}]
+"""
+WITH_CURVE = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {{type: token-producer}}
+- {{type: precise-prefix-cache-producer, parameters: {{kvEventsConfig: {{curve: {{serverKeyFile: {path}}}}}}}}}
+- {{type: queue-scorer}}
 schedulingProfiles: [{{name: default, plugins: [{{pluginRef: queue-scorer}}]}}]
 """
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -254,6 +265,12 @@ class TestNotStarting:
         assert str(taken) in complaint
         assert "in use" in complaint
 
+    def test_a_key_file_that_is_none(self, fails: Callable[..., str], tmp_path: Path) -> None:
+        (tmp_path / "engine.key").write_text("-----BEGIN PUBLIC KEY-----")
+        complaint = fails(config_text=WITH_CURVE.format(path=tmp_path / "engine.key"))
+        assert complaint.startswith("epp: cannot start: kvEventsConfig.curve: ")
+        assert f"{tmp_path}/engine.key: not a CURVE key file" in complaint
+
     async def test_what_had_started_is_stopped(self, taken: int) -> None:
         (free,) = free_ports(1)
         with pytest.raises(StartError):
@@ -345,3 +362,41 @@ class TestProgram:
         assert program.process.returncode == 1
         assert b'epp: plugns: unknown field; did you mean "plugins"?' in complaint
         assert b"Traceback" not in complaint
+
+
+PRECISE = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {type: PRODUCER}
+- {type: prefix-cache-scorer, parameters: {prefixMatchInfoProducerName: PRODUCER}}
+- {type: models-data-source, parameters: {path: /models}}
+dataLayer: {injectDefaults: false, sources: [{pluginRef: models-data-source}]}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: prefix-cache-scorer}]}]
+"""
+
+
+@pytest.mark.parametrize("producer", ["precise-prefix-cache-producer", "approx-prefix-cache-producer"])
+async def test_engines_are_asked_for_their_models_where_predictions_depend_on_them(producer: str) -> None:
+    asked = asyncio.Event()
+
+    async def models(request: web.Request) -> web.Response:
+        asked.set()
+        return web.Response(body=b'{"data": [{"id": "m"}, {"id": "poet", "parent": "m"}]}')
+
+    server = web.Application()
+    server.router.add_get("/models", models)
+    runner = web.AppRunner(server, access_log=None, shutdown_timeout=0.01)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"127.0.0.1:{runner.addresses[0][1]}"
+    async with running(endpoints=(address,), config_text=PRECISE.replace("PRODUCER", producer)) as app:
+        if "precise" in producer:
+            names = app.environment.shared["kv-events"].models
+            async with asyncio.timeout(10):
+                while names.kind("poet") is not Kind.ADAPTER:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        else:
+            assert "kv-events" not in app.environment.shared
+    await runner.cleanup()
+    assert asked.is_set() is ("precise" in producer)

@@ -172,6 +172,8 @@ class TestForms:
             "--observe-streams=1.5",
             "--observe-streams=nan",
             "--decisions=-1",
+            "--index-memory-budget=plenty",
+            "--index-memory-budget=64Ki",
             "--zap-log-level=loud",
             "--zap-encoder=xml",
             "--tracing=maybe",
@@ -228,6 +230,11 @@ def test_kubernetes_quantities(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "B", "-1", "1 Mi", "Mi", "1Q", "1ki", "1MM", "inf", "1e400"])
 def test_what_is_no_quantity(text: str) -> None:
     refused(cli.quantity, text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("16Mi", 16 << 20), ("1.5Gi", 3 << 29)])
+def test_the_budget_of_the_index_is_a_size_or_none(text: str, size: int) -> None:
+    assert cli.options([f"--index-memory-budget={text}"]).index_memory_budget == size
 
 
 @pytest.mark.parametrize("text", ["1", "t", "T", "TRUE", "true", "True"])

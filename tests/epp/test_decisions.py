@@ -12,7 +12,8 @@ from epp.fleet.endpoint import EndpointSpec, EngineLoad
 from epp.fleet.fleet import Fleet
 from epp.requests.model import InferenceRequest
 from epp.routing import Outcome, Termination
-from epp.scheduling.plugin import PrefixMatch, ProfileResult, Scheduling, SchedulingResult, TierHit
+from epp.scheduling.plugin import Certainty, PrefixMatch, ProfileResult, Scheduling, SchedulingResult, TierHit
+from indexer.stream import State
 
 CANARY = "my secret prompt"
 
@@ -31,6 +32,7 @@ def scheduling(endpoints: Fleet, **fields: Any) -> Scheduling:
     result = Scheduling(request, endpoints.endpoints, now=10.0)
     result.matches = {"gpu-index": PrefixMatch(4, 16, [1, 3, 0], [16, 48, 0])}
     result.hits = [TierHit(gpu=16), TierHit(gpu=32, cpu=16), None]
+    result.certainty = Certainty([State.LIVE, State.UNSURE, None], [1.0, 0.75, 0.0])
     return result
 
 
@@ -81,10 +83,27 @@ def test_candidates_come_best_first_with_every_score_and_the_load_as_it_was_seen
             "prefix": {"raw": 0.75, "weight": 3.0, "weighted": 2.25},
         },
         "cached_tokens": {"gpu": 32, "cpu": 16, "storage": 0, "total": 48},
+        "feed": "unsure",
+        "trust": 0.75,
         "load": {"waiting": 2, "running": 5, "kv_usage": 0.5, "inflight_requests": 3, "inflight_tokens": 700},
     }
     assert second["endpoint"] == "10.0.0.0:8000"
-    assert last["cached_tokens"] is None
+    assert (second["feed"], second["trust"]) == ("live", 1.0)
+    assert (last["cached_tokens"], last["feed"], last["trust"]) == (None, "", None)
+
+
+@pytest.mark.parametrize(("chosen", "feed"), [(0, "live"), (1, "unsure"), (2, "")])
+def test_it_says_what_state_the_chosen_endpoints_feed_was_in(chosen: int, feed: str) -> None:
+    endpoints = fleet()
+    assert Decisions().record(scheduling(endpoints), result(endpoints, chosen), arrived=0.0).to_json()["feed"] == feed
+
+
+def test_where_all_feeds_are_live_each_counts_in_full() -> None:
+    endpoints = fleet()
+    run = scheduling(endpoints)
+    run.certainty = Certainty([State.LIVE] * 3, ())
+    told = Decisions().record(run, result(endpoints), arrived=0.0).to_json()
+    assert {(candidate["feed"], candidate["trust"]) for candidate in told["candidates"]} == {("live", 1.0)}
 
 
 def test_until_it_ends_a_decision_has_no_outcome(decision: Decision) -> None:
@@ -129,12 +148,12 @@ def test_neither_prompt_nor_tokens_nor_credentials_can_be_read_from_a_decision(d
 def test_an_unscored_request_and_skipped_plugins_are_told() -> None:
     endpoints = fleet()
     run = scheduling(endpoints, unscored="path")
-    run.hits, run.matches = [], {}
+    run.hits, run.certainty, run.matches = [], None, {}
     made = Decisions().record(run, result(endpoints), arrived=0.0)
     run.skipped.append("late: went wrong after the decision")
     told = made.to_json()
     assert told["unscored"] == "path"
-    assert told["predicted"] is None
+    assert (told["predicted"], told["feed"]) == (None, "")
     assert told["skipped_plugins"] == ["late: went wrong after the decision"]
     assert told["candidates"][0]["scorers"]["queue"] == {"raw": 0.5}
 

@@ -21,9 +21,10 @@ from epp.fleet.endpoint import EndpointSpec
 from epp.fleet.fleet import Fleet
 from epp.producers.inflight import InFlight
 from epp.routing import Answer, Observe, Outcome, RequestHead, ResponseHead, Route, Termination
-from epp.scheduling.plugin import Scheduling, TierHit
+from epp.scheduling.plugin import Certainty, Scheduling, TierHit
 from epp.scheduling.scheduler import Scheduler
 from epp.telemetry import Telemetry
+from indexer.stream import State
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 CANARY = "my-secret-prompt"
@@ -55,12 +56,13 @@ class Plugin:
 class Knows(Plugin):
     """A producer whose exact prediction is always the same, by slot."""
 
-    def __init__(self, *hits: TierHit | None) -> None:
+    def __init__(self, *hits: TierHit | None, feed: State = State.LIVE) -> None:
         super().__init__()
         self._hits = list(hits)
+        self._certainty = Certainty([feed] * len(hits), ())
 
     def produce(self, scheduling: Scheduling) -> None:
-        scheduling.hits = list(self._hits)
+        scheduling.hits, scheduling.certainty = list(self._hits), self._certainty
 
 
 class Waits(Plugin):
@@ -383,8 +385,8 @@ class TestCancelledPicks:
 
 class TestPrediction:
     @staticmethod
-    async def ended(delivered: int, served: str = "") -> Parts:
-        parts = Parts(Knows(TierHit(gpu=32, cpu=32)), endpoints=(A,))
+    async def ended(delivered: int, served: str = "", feed: State = State.LIVE) -> Parts:
+        parts = Parts(Knows(TierHit(gpu=32, cpu=32), feed=feed), endpoints=(A,))
         asked, route = await parts.route()
         assert parts.answered(route, served=served).observe is Observe.WHOLE
         parts.director.observe(route, usage(delivered), True)
@@ -403,6 +405,13 @@ class TestPrediction:
         assert parts.metric("llm_d_epp_request_input_tokens_sum") == 100
         assert parts.metric("llm_d_epp_request_output_tokens_sum") == 7
         assert parts.metric("llm_d_epp_request_cached_tokens_sum") == delivered
+
+    @pytest.mark.parametrize("feed", list(State))
+    async def test_it_is_counted_by_the_state_that_the_feed_was_in(self, feed: State) -> None:
+        parts = await self.ended(32, feed=feed)
+        assert parts.metric("tierpick_prediction_total", result="below", feed=feed.value) == 1
+        assert parts.metric("tierpick_prediction_total") == 1
+        assert parts.decision()["feed"] == feed.value
 
     async def test_who_served_is_recorded(self) -> None:
         assert (await self.ended(64, served=A)).decision()["served"] == A
@@ -450,6 +459,8 @@ class TestObserving:
     async def test_one_that_might_outgrow_a_buffer_never_is(self) -> None:
         assert await self.observe(content_length=str(MAX_BUFFERED_ANSWER + 1)) is Observe.NOTHING
         assert await self.observe(content_length="") is Observe.CHUNKS
+        assert await self.observe(content_length="9" * 5000) is Observe.NOTHING
+        assert await self.observe(content_length="²") is Observe.CHUNKS
 
     async def test_one_of_unknown_length_is_read_as_it_passes(self) -> None:
         parts = Parts()

@@ -30,6 +30,7 @@ DEFAULTS = {
     "max_body_bytes": 64 * 1024 * 1024,
     "observe_streams": 0.01,
     "decisions": 1000,
+    "index_memory_budget": 2 * 1024**3,
     "log_encoder": "json",
     "without_effect": (),
 }

@@ -146,7 +146,7 @@ class TestResponseMessages:
             ResponseHead(200, {":status": "200", "content-type": "text/plain"}, "10.0.0.7:8000", 5.0), False
         )
 
-    @pytest.mark.parametrize("status", [b"", b"2oo", b"-1"])
+    @pytest.mark.parametrize("status", [b"", b"2oo", b"-1", b"9" * 5000, "２００".encode(), b"0200"])
     def test_a_status_that_is_none(self, status):
         assert decode(response_headers=HttpHeaders(headers=headers((":status", status)))).response.status == 0
 

@@ -1,6 +1,6 @@
 import pytest
 
-from indexer.frames import REPLAY_END, SNAPSHOT, Message, live_message, replay_message, replay_request
+from indexer.frames import MAX_TOPIC, REPLAY_END, SNAPSHOT, Message, live_message, replay_message, replay_request
 
 SEVEN = (7).to_bytes(8, "big")
 END = b"\xff" * 8
@@ -37,6 +37,12 @@ def test_every_form_of_the_end_marker(frames: list[bytes]) -> None:
 @pytest.mark.parametrize("frames", [[], [b"junk"], [b"", b"short", b"p"], [b""] * 5])
 def test_other_replies_are_malformed(frames: list[bytes]) -> None:
     assert replay_message(frames) is None
+
+
+def test_a_topic_that_is_no_name_is_malformed() -> None:
+    assert live_message([b"t" * MAX_TOPIC, SEVEN, b"p"]) is not None
+    assert live_message([b"t" * (MAX_TOPIC + 1), SEVEN, b"p"]) is None
+    assert replay_message([b"", b"t" * (MAX_TOPIC + 1), SEVEN, b"p"]) is None
 
 
 def test_a_request_is_an_empty_frame_and_eight_bytes() -> None:

@@ -4,7 +4,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.keys import block_key, chain, encode_extras, root_key
+from indexer.keys import MAX_EXTRA, block_key, chain, encode_extras, root_key
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -62,6 +62,13 @@ def test_extras_tell_form_and_order_apart():
     forms = [["a", "b"], ["b", "a"], ["ab"], [["a", "b"]], [["a", 16]], ["a"], [b"a"], [1]]
     assert len({encode_extras(form) for form in forms}) == len(forms)
     assert encode_extras([("a", 16)]) == encode_extras([["a", 16]])
+
+
+def test_extras_of_any_length_are_kept_in_a_few_bytes():
+    long = ["s" * 1_000_000, "s" * 1_000_001, ["s" * 1_000_000], "t" + "s" * 999_999]
+    encoded = {encode_extras([item]) for item in long}
+    assert len(encoded) == len(long)
+    assert max(map(len, encoded)) <= MAX_EXTRA
 
 
 def test_names_of_any_text_have_roots():

@@ -173,3 +173,17 @@ def test_many_candidate_sets_do_not_pile_up():
     for number in range(300):
         columns(index, [residency for i, residency in enumerate(residencies) if number >> i & 1], 17)
     assert len(index.plans) <= 64
+
+
+def test_a_hot_prefix_is_found_wherever_it_is_however_many_hold_it():
+    index = PrefixIndex()
+    text, fleet = list(range(8 * SIZE + 1)), []
+    for name in range(300):
+        engine = index.publisher(str(name))
+        for tier in ("gpu", "cpu", "storage"):
+            engine.apply([BlockStored([*range(8)], None, pack(text[:-1]), SIZE, tier, extras={})])
+        fleet.append(engine)
+    for engine in fleet[::2]:
+        engine.clear(["gpu"])
+    found = match(index, Prompt(pack(text)), fleet)
+    assert (found.gpu, found.cpu) == ([0, 8] * 150, [8, 0] * 150)

@@ -164,7 +164,7 @@ def test_groups_of_layers_must_all_have_a_block(fleet):
     a, b, _ = fleet
     full = {"kind": "full_attention"}
     a.apply([stored(4, group=0, **full), stored(3, group=1, **full)])
-    assert storage([a, b]) == [2, 2]
+    assert runs([a, b]) == [(0, 0, 3), (1, 0, 2)]  # in the first one's HBM the second group has nothing
     assert b.held("storage") == 3
 
 
@@ -250,6 +250,15 @@ def test_a_publisher_that_lost_messages_takes_its_word_for_the_store_back(fleet)
     assert storage([a]) == [0]
     a.apply([stored(3)])
     assert storage([a]) == [2]
+
+
+def test_a_publisher_that_turns_out_to_be_of_another_model_takes_its_word_for_the_store_back(fleet):
+    """Nobody would take back there what it has said: it speaks of another store from now on."""
+    first, second, _ = fleet
+    first.apply([stored(4)])
+    assert storage(fleet)[1] == 3
+    first.model = "another"
+    assert storage([second]) == [0]
 
 
 def test_a_store_that_never_says_what_it_evicts_does_not_make_the_index_grow_for_ever(index, fleet, monkeypatch):

@@ -329,6 +329,17 @@ def test_blocks_with_an_image_are_not_those_of_their_placeholder_tokens(index, p
     assert len(index) == 5
 
 
+def test_media_are_told_apart_by_their_name_their_place_and_their_form(index, pod):
+    """Engines name media by a string, newer ones by a pair with the offset."""
+    media = [["image"], [["image", 0]], [["image", 1]], [["other", 0]], [["image", 0], ["other", 1]], [b"image"]]
+    for number, items in enumerate(media):
+        pod.apply([stored(2, hashes=[10 * number, 10 * number + 1], extras={0: encode_extras(items)})])
+    assert len(index) == 2 * len(media)
+    assert (runs(pod), runs(pod, salt="tenant")) == ((0, 0, 0), (0, 0, 0))
+    pod.apply([BlockRemoved([10]), BlockRemoved([11])])
+    assert len(index) == 2 * len(media) - 2
+
+
 def vllm_hashes(ids):
     parent = hashlib.sha256(pickle.dumps("vllm-none-hash", 5)).digest()
     for start in range(0, len(ids), SIZE):
@@ -504,7 +515,7 @@ def test_a_step_may_leave_all_its_blocks_behind_the_window(pod):
     assert runs(pod) == (4, 0, 0)
 
 
-@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "unknown"])
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention", "unknown"])
 def test_an_engine_that_needs_a_group_of_unknown_rules_is_not_expected_to_hit(pod, kind):
     full = FULL | {"group": 0}
     pod.apply([stored(4, **full), stored(4, tier="cpu", extras={}, **full)])
@@ -569,8 +580,10 @@ def test_an_emptied_cache_may_change_its_block_size_too(pod):
 
 
 @pytest.mark.parametrize("change", [{"block_size": 0}, {"block_size": 3}, {"hashes": names(2)}, {"hashes": []}])
-def test_tokens_must_fill_the_blocks(pod, change):
-    pod.apply([stored(3, **change), stored(1)])
+@pytest.mark.parametrize("before", [[], [placeholder(7, tier="gpu")], [stored(1)]])
+def test_tokens_must_fill_the_blocks(pod, before, change):
+    """Whatever kinds of events have been found fit before."""
+    pod.apply([*before, stored(3, **change), stored(1)])
     assert pod.skipped == {"tokens_do_not_fill_blocks": 1}
     assert runs(pod) == (1, 0, 0)
 
@@ -582,7 +595,7 @@ def test_kinds_that_are_a_prefix_cache(pod, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention", "cross_attention", "unknown"]
+    "kind", ["sliding_window", "sliding_window_mla", "chunked_local_attention", "cross_attention", "unknown"]
 )
 def test_other_kinds_are_counted_and_left_out(pod, kind):
     pod.apply([stored(2, kind=kind, group=1), stored(2, kind=kind), removed(2, group=1)])
@@ -593,7 +606,7 @@ def test_other_kinds_are_counted_and_left_out(pod, kind):
 def test_a_group_without_a_kind_is_what_it_was_before(pod):
     full = {"kind": "full_attention", "group": 0}
     pod.apply([placeholder(*names(2), group=0), stored(2, **full), placeholder(*names(2), group=0)])
-    pod.apply([stored(2, kind="mamba", group=1), placeholder(*names(2), group=1)])
+    pod.apply([stored(2, kind="unknown", group=1), placeholder(*names(2), group=1)])
     assert pod.skipped == {"unknown_group": 1, "not_a_prefix_cache": 2}
     pod.apply([removed(2, group=0), removed(2, group=1, tier="cpu")])
     assert (pod.held("gpu"), pod.held("cpu")) == (0, 2)
@@ -601,7 +614,7 @@ def test_a_group_without_a_kind_is_what_it_was_before(pod):
 
 def test_a_group_may_turn_out_to_be_of_another_kind(pod):
     pod.apply([stored(2, kind="full_attention", group=0), placeholder(*names(1), group=0)])
-    pod.apply([stored(2, kind="mamba", group=0), placeholder(*names(2), group=0)])
+    pod.apply([stored(2, kind="unknown", group=0), placeholder(*names(2), group=0)])
     assert pod.skipped == {"not_a_prefix_cache": 2}
     assert pod.held("cpu") == 1
 

@@ -6,7 +6,18 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from indexer.sockets import BURST, SLICE, Reader, Turns, replayer, subscriber
+from indexer.sockets import (
+    BURST,
+    REPLAY_QUEUE,
+    SLICE,
+    SNAPSHOT_QUEUE,
+    SUBSCRIBER_QUEUE,
+    Reader,
+    Turns,
+    replayer,
+    subscriber,
+)
+from indexer.wire import MAX_PAYLOAD
 
 
 @pytest.fixture
@@ -179,9 +190,14 @@ def test_turns_are_limited_and_taken_in_order() -> None:
 
 
 def test_sockets_are_bounded_and_notice_a_dead_peer(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    for socket in (subscriber(context, "kv@"), replayer(context)):
-        assert 0 < socket.getsockopt(zmq.RCVHWM) < 100_000
-        assert socket.getsockopt(zmq.MAXMSGSIZE) == 64 * 2**20
+    made = {
+        subscriber(context, "kv@"): SUBSCRIBER_QUEUE,
+        replayer(context): REPLAY_QUEUE,
+        replayer(context, for_snapshot=True): SNAPSHOT_QUEUE,
+    }
+    for socket, queue in made.items():
+        assert socket.getsockopt(zmq.RCVHWM) == queue
+        assert socket.getsockopt(zmq.MAXMSGSIZE) == MAX_PAYLOAD, "what is longer would not be read anyway"
         assert socket.getsockopt(zmq.LINGER) == 0
         assert socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
         assert socket.getsockopt(zmq.HEARTBEAT_IVL) > 0

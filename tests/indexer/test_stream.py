@@ -26,6 +26,8 @@ class Held:
         self.name = "test"
         self._model = ""
         self.closed = False
+        self.forgotten = False
+        """With what it put into stores that others share."""
         self.skipped: Counter[str] = Counter()
         self.hashes: set[int] = set()
         self.told_tiers: Tiers | None = None
@@ -52,7 +54,11 @@ class Held:
     def clear(self, tiers: object = None) -> None:
         self.hashes.clear()
 
-    forget = clear
+    restart = clear
+
+    def forget(self) -> None:
+        self.clear()
+        self.forgotten = True
 
     def counted(self) -> Counter[str]:
         return Counter(hashes=len(self.hashes))
@@ -70,7 +76,8 @@ def payload(
     if stored := list(stored):
         fields = {"parent_block_hash": None, "token_ids": [], "block_size": 0, "medium": "GPU"}
         events.append({"type": "BlockStored", "block_hashes": stored, **fields})
-    return msgspec.msgpack.encode([float(life), events, 0, notes])
+    # a timestamp that is none, so that nothing counts as late; but no life repeats another's bytes
+    return msgspec.msgpack.encode([-float(life), events, 0, notes])
 
 
 END = [b"", b"", b"\xff" * 8, b""]
@@ -301,7 +308,7 @@ class TestFromTheStart:
             wire.ring()
         assert wire.stream.state is State.UNSURE
         assert wire.held == {3}
-        assert wire.alarm_in == stream_module.RETRY_AFTER
+        assert wire.alarm_in == stream_module.FIRST_RETRY
         wire.ring()
         assert wire.stream.state is State.UNSURE, "one more silent try is not news"
         wire.answer()
@@ -314,8 +321,20 @@ class TestFromTheStart:
         for n in (3, 4, 5):
             wire.publish([n])
         assert wire.held == {3, 4, 5}
-        assert wire.alarm_in == stream_module.RETRY_AFTER
+        assert wire.alarm_in == stream_module.FIRST_RETRY
         assert wire.opened[1].closed
+
+    def test_it_is_tried_again_soon_at_first_and_then_less_and_less_often(self) -> None:
+        wire = Wire(joined_late=3).connect()
+        pauses = []
+        for _ in range(7):
+            for _ in range(recovery.ATTEMPTS):
+                wire.ring()
+            pauses.append(wire.alarm_in)
+            wire.ring()
+        assert pauses == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        wire.answer()
+        assert wire.stream.state is State.LIVE
 
 
 class TestGap:
@@ -373,6 +392,19 @@ class TestGap:
         wire.answer()
         assert wire.held == {1, 2, 3, 4}
         assert wire.stream.state is State.LIVE
+
+    def test_what_a_repair_keeps_back_is_not_live_whatever_failed_before(self) -> None:
+        wire = live()
+        wire.stream.disconnected("the connection broke")
+        wire.connect()
+        for _ in range(1 + recovery.ATTEMPTS):
+            wire.ring()
+        assert wire.stream.state is State.UNSURE
+        wire.publish([1], lost=True)
+        wire.publish([2])
+        assert (wire.stream.state, wire.stream.lag_batches) == (State.SYNCING, 2)
+        wire.answer()
+        assert (wire.stream.state, wire.held) == (State.LIVE, {1, 2})
 
     def test_a_slow_replay_holds_live_batches_only_so_long(self) -> None:
         wire = live()
@@ -435,13 +467,116 @@ class TestGap:
         assert wire.stream.counters.lost == 1
 
     def test_too_many_held_batches_end_a_repair(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(recovery, "HELD_BYTES", 200)
+        monkeypatch.setattr(recovery, "HELD_BYTES", 3 * recovery.MESSAGE_BYTES)
         wire = live()
         wire.publish([1])
         wire.publish([2], lost=True)
         for n in (3, 4, 5):
             wire.publish([n])
         assert wire.held == {3, 4, 5}
+
+
+class TestRecoveryUnderLoad:
+    """The shapes in which other consumers came to grief."""
+
+    def test_a_replay_that_breaks_off_twice_amid_live_batches_applies_each_batch_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        applied: Counter[int] = Counter()
+        apply = Held.apply
+
+        def counting(held: Held, events: Iterable[Event]) -> None:
+            events = list(events)
+            applied.update(value for event in events if isinstance(event, BlockStored) for value in event.hashes)
+            apply(held, events)
+
+        wire = Wire(joined_late=100).connect()
+        monkeypatch.setattr(Held, "apply", counting)
+        wire.answer(limit=40, end=False)
+        wire.publish([100])
+        for reached in (40, 70):
+            wire.ring()
+            wire.ring()
+            assert wire.question == reached, "from where it broke off"
+            wire.answer(limit=30, end=False)
+            wire.publish([101 if reached == 40 else 102])
+        wire.answer()
+        for n in range(103, 121):
+            wire.publish([n])
+        assert (wire.stream.state, wire.held) == (State.LIVE, set(range(121)))
+        learned_twice = {100, 101}  # at once in the visible copy, and in the one that was rebuilt
+        assert {value for value, times in applied.items() if times > 1} == learned_twice
+        assert wire.stream.counters.replayed == 100
+        assert wire.stream.counters.replays == 4
+
+    def test_an_answer_of_which_two_batches_arrive_and_no_end_is_not_taken_for_whole(self) -> None:
+        wire = Wire(joined_late=1024, memory=2000).connect()
+        wire.answer(limit=2, end=False)
+        assert wire.stream.state is State.SYNCING
+        wire.ring()
+        wire.ring()
+        assert (wire.question, wire.held) == (2, set())
+        wire.answer()
+        assert (wire.stream.state, wire.held) == (State.LIVE, set(range(1024)))
+
+    def test_a_life_that_passed_the_old_number_while_we_were_away_leaves_nothing_of_the_old_one(self) -> None:
+        wire = live()
+        for n in range(51):
+            wire.publish([n])
+        wire.stream.disconnected("the connection broke")
+        wire.publisher.restart()
+        for n in range(100, 181):
+            wire.publish([n], lost=True)
+        wire.connect()
+        wire.answer()
+        assert wire.held == set()
+        wire.answer()
+        assert (wire.stream.state, wire.held) == (State.LIVE, set(range(100, 181)))
+
+    def test_fifteen_lost_batches_are_counted_and_nothing_from_before_them_is_trusted(self) -> None:
+        wire = Wire(replay=False).connect()
+        for n in range(5):
+            wire.publish([n])
+        for n in range(15):
+            wire.publish([], [n], lost=True)
+        wire.publish([99])
+        assert wire.held == {99}
+        assert (wire.stream.counters.missed, wire.stream.counters.lost) == (15, 1)
+
+    @pytest.mark.parametrize("part", [0, 3])
+    def test_a_replay_address_that_two_processes_answer_in_turn_never_makes_it_live_with_a_mixture(
+        self, part: int
+    ) -> None:
+        wire, other = Wire(part=part).connect(), Publisher(part=part, life=7)
+        for n in range(6):
+            wire.publish([n])
+            other.publish([100 + n])
+        for turn in range(12):
+            if wire.question is not None:
+                asked, answering = wire.question, (other, wire.publisher)[turn % 2]
+                for frames in [*answering.answer(asked), END]:
+                    if wire.question == asked:
+                        wire.stream.replay(frames)
+            if wire.alarm_in is not None and wire.question is None:
+                wire.ring()
+            assert wire.held <= wire.publisher.truth[-1] or wire.held <= other.truth[-1]
+        wire.publish([6])
+        assert wire.held <= wire.publisher.truth[-1]
+        assert wire.stream.counters.replays < 30
+
+    def test_two_pickers_of_one_publisher_do_not_disturb_each_other(self) -> None:
+        first, second = Wire(part=3, joined_late=5).connect(), Wire(part=3)
+        second.publisher = first.publisher
+        second.connect()
+        first.answer(limit=1, end=False)
+        second.answer()
+        first.publish([5])
+        second.hear(5)
+        first.ring()
+        first.ring()
+        first.answer()
+        for wire in (first, second):
+            assert (wire.stream.state, wire.held) == (State.LIVE, set(range(6)))
 
 
 class TestRestart:
@@ -466,6 +601,43 @@ class TestRestart:
         wire.answer()
         assert wire.held == {100, 101}
         assert wire.stream.state is State.LIVE
+
+    def test_a_rebuild_does_not_go_on_with_another_life_while_there_is_no_connection(self) -> None:
+        """The batches that it kept back are the former life's."""
+        wire = Wire(joined_late=2).connect()
+        wire.publish([2])
+        wire.stream.disconnected("the connection broke")
+        wire.publisher.restart()
+        for n in (100, 101, 102):
+            wire.publish([n], lost=True)
+        wire.answer()
+        assert (wire.question, wire.held) == (None, {2})
+        wire.connect()
+        wire.answer()
+        wire.answer()
+        assert (wire.stream.state, wire.held) == (State.LIVE, {100, 101, 102})
+
+    @pytest.mark.parametrize("answered", [0, 2])
+    def test_what_a_rebuild_put_into_shared_stores_is_taken_back_if_it_comes_to_nothing(self, answered: int) -> None:
+        """Its removal from there may be among the batches that it has not come to."""
+        wire = Wire(part=3, joined_late=10).connect()
+        for frames in wire.publisher.answer(SNAPSHOT)[:answered]:
+            wire.stream.replay(frames)
+        wire.stream.disconnected("the connection broke")
+        unfinished = wire.opened[-1]
+        assert (unfinished.closed, unfinished.forgotten) == (True, answered > 0)
+
+    def test_nobody_is_asked_while_there_is_no_connection(self) -> None:
+        wire = Wire(joined_late=3).connect()
+        for _ in range(recovery.ATTEMPTS):
+            wire.ring()
+        assert wire.alarm_in == stream_module.FIRST_RETRY
+        wire.stream.disconnected("the connection broke")
+        wire.question = None
+        wire.ring()
+        assert wire.question is None
+        wire.connect().answer()
+        assert (wire.stream.state, wire.held) == (State.LIVE, {0, 1, 2})
 
     def test_a_restart_in_the_middle_of_a_repair_ends_the_repair(self) -> None:
         wire = live()
@@ -516,6 +688,40 @@ class TestInstance:
         wire.publish([101])
         assert wire.held == {101}
         assert "batches before 1 are unknown" in wire.stream.reason
+
+    @pytest.mark.parametrize("replay", [True, False])
+    @pytest.mark.parametrize("again", [0, 1, 2])
+    def test_a_message_that_the_same_instance_sent_before_changes_nothing(self, replay: bool, again: int) -> None:
+        """A number that goes back would be another life, and batch 0 its beginning: live at once."""
+        wire = Wire(replay=replay, part=4).connect()
+        if replay:
+            wire.answer()
+        for n in (1, 2, 3):
+            wire.publish([n], [n - 1])
+        wire.hear(again)
+        assert (wire.stream.state, wire.held, wire.stream.last_seq) == (State.LIVE, {3}, 2)
+        assert (wire.stream.counters.duplicates, wire.stream.counters.restarts) == (1, 0)
+
+    def test_a_number_that_goes_back_to_what_was_never_heard_makes_all_uncertain(self) -> None:
+        """Of the same instance it is no new life, so it says nothing of what shared stores have kept either."""
+        wire = Wire(replay=False, part=4, joined_late=5).connect()
+        wire.publish([5])
+        wire.publish([6])
+        wire.hear(3)
+        residency = wire.stream.residency
+        assert isinstance(residency, Held)
+        assert (wire.stream.state, wire.held, residency.forgotten) == (State.UNSURE, {3}, True)
+
+    def test_an_old_message_proves_nothing_after_a_reconnection(self) -> None:
+        wire = Wire(replay=False, part=4).connect()
+        for n in (1, 2, 3):
+            wire.publish([n])
+        wire.stream.disconnected("the connection broke")
+        wire.publish(removed=[1], lost=True)
+        wire.connect()
+        wire.hear(1)
+        assert wire.stream.reason == "reconnected; nothing heard since"
+        assert wire.stream.trust <= 0.5
 
     def test_an_engine_that_no_longer_names_itself_is_another_one(self) -> None:
         wire = live(part=4)
@@ -761,6 +967,17 @@ class TestSnapshot:
         wire.answer()
         assert (wire.stream.state, wire.held) == (State.LIVE, {1, 2})
 
+    def test_one_may_be_had_of_a_publisher_that_had_nothing_to_tell_before_its_first_batch(self) -> None:
+        """Who had published nothing gave no snapshot. That its first batch could not be read must not be the end."""
+        wire = live(part=3)
+        wire.publisher.publish([1])
+        wire.stream.live([TOPIC, bytes(8), b"\xc1"])
+        wire.publish([2])
+        assert (wire.stream.state, wire.alarm_in) == (State.UNSURE, stream_module.RETRY_AFTER)
+        wire.ring()
+        wire.answer()
+        assert (wire.stream.state, wire.held) == (State.LIVE, {1, 2})
+
     def test_a_restart_amid_its_parts_ends_it(self) -> None:
         wire = Wire(part=3, joined_late=10).connect()
         wire.answer(limit=2, end=False)
@@ -798,6 +1015,49 @@ class TestSnapshot:
         wire.answer()
         assert wire.held == set(range(11))
         assert wire.stream.residency.model == "model"
+
+    def test_its_topic_counts_unless_a_later_one_has_been_heard(self) -> None:
+        """An answer may have been on its way when the publisher was given another name."""
+        wire = Wire(part=30, joined_late=3).connect()
+        answer = [[b"", b"kv@pod@other", *frames[2:]] for frames in wire.publisher.answer(SNAPSHOT)]
+        wire.stream.replay(answer[0])
+        wire.stream.replay(END)
+        assert wire.stream.residency.model == "other"
+        wire = Wire(part=30, joined_late=3).connect()
+        wire.publish([3])
+        for frames in [*answer, END]:
+            wire.stream.replay(frames)
+        assert wire.stream.residency.model == "model"
+
+    def test_after_one_of_another_topic_the_next_message_says_which_it_is(self) -> None:
+        wire = live(part=30)
+        wire.publish([1])
+        wire.stream.disconnected("the connection broke")
+        wire.publisher.restart()
+        wire.publish([100], lost=True)
+        wire.connect()
+        wire.answer()  # by another life than the one that was asked about
+        assert wire.question == SNAPSHOT
+        wire.stream.replay([b"", b"kv@pod@other", *wire.publisher.answer(SNAPSHOT)[0][2:]])
+        wire.stream.replay(END)
+        assert wire.stream.residency.model == "other"
+        wire.publish([101])
+        wire.answer()
+        assert (wire.stream.residency.model, wire.held, wire.stream.state) == ("model", {100, 101}, State.LIVE)
+
+    def test_what_an_engine_told_of_itself_is_known_of_a_copy_before_its_first_batch(self) -> None:
+        wire = Wire(joined_late=2, memory=2).connect()
+        wire.answer()
+        wire.publisher.publish([2])
+        wire.publisher.batches[2] = payload([2], notes={"tiers": {"CPU": {"chunk": 4}}})
+        wire.hear(2)
+        copies = len(wire.opened)
+        wire.publish([3], lost=True)
+        wire.publish([4], lost=True)
+        wire.publish([5])
+        wire.answer()
+        assert len(wire.opened) > copies
+        assert [held.told_tiers and held.told_tiers.cpu for held in wire.opened[copies:]] == [Tier(chunk=4)]
 
     def test_tiers_are_known_before_its_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         known: list[Tiers | None] = []
@@ -874,6 +1134,14 @@ class TestSilence:
         wire.publish()
         wire.answer()
         assert (wire.stream.state, wire.held) == (State.LIVE, {1, 2, 3})
+
+    def test_a_promise_heard_of_late_is_broken_already(self) -> None:
+        wire = Wire(part=3).connect()
+        wire.publish([1])
+        wire.publisher.heartbeat = 2.0
+        wire.now = 100.0
+        wire.answer()
+        assert (wire.stream.state, wire.stream.reason, wire.held) == (State.UNSURE, "silent", {1})
 
     def test_who_promised_nothing_may_be_silent(self) -> None:
         wire = live()
@@ -962,6 +1230,251 @@ class TestConnection:
         assert wire.held == {2}
 
 
+class TestTrust:
+    """What a scorer is to make of what is held."""
+
+    def wait(self, wire: Wire, seconds: float) -> None:
+        wire.now += seconds
+        wire.stream.tick()
+
+    def test_a_live_picture_is_worth_all(self) -> None:
+        wire = Wire()
+        assert wire.stream.trust == 1.0, "nothing is held, so nothing is doubtful"
+        wire.connect().answer()
+        wire.publish([1])
+        self.wait(wire, 1e6)
+        assert wire.stream.trust == 1.0
+
+    def test_a_repair_costs_none_of_it(self) -> None:
+        wire = live()
+        wire.publish([1])
+        wire.publish([2], lost=True)
+        wire.publish([3])
+        assert (wire.stream.state, wire.stream.trust) == (State.SYNCING, 1.0)
+
+    def test_there_may_be_more_than_what_was_learned_since_a_loss_but_less_of_it_with_time(self) -> None:
+        wire = Wire(replay=False).connect()
+        wire.publish([1])
+        wire.now = 100.0
+        wire.publish([2], lost=True)
+        wire.publish([3])
+        assert (wire.stream.state, wire.stream.trust) == (State.UNSURE, 0.5)
+        self.wait(wire, 60.0)
+        assert wire.stream.trust == 0.75
+        wire.publish([4])
+        assert wire.stream.trust == 0.75, "more of the same is no news"
+        self.wait(wire, 60.0)
+        assert wire.stream.trust == 0.875
+        wire.publish([5], lost=True)
+        wire.publish([6])
+        assert wire.stream.trust == 0.5, "lost again"
+
+    def test_one_who_joined_late_is_incomplete_while_it_learns(self) -> None:
+        wire = Wire(joined_late=3).connect()
+        wire.publish([3])
+        assert (wire.stream.state, wire.stream.trust) == (State.SYNCING, 0.5)
+        wire.answer()
+        assert (wire.stream.state, wire.stream.trust) == (State.LIVE, 1.0)
+
+    def test_a_silent_publishers_picture_loses_its_worth(self) -> None:
+        wire = live(part=3, heartbeat=2.0)
+        wire.publish([1])
+        self.wait(wire, 7.1)
+        assert (wire.stream.reason, wire.stream.trust) == ("silent", 0.5)
+        self.wait(wire, 10.0)
+        assert wire.stream.trust == pytest.approx(0.25)
+        wire.publish()
+        assert (wire.stream.state, wire.stream.trust) == (State.LIVE, 1.0)
+
+    def test_a_lost_one_is_worth_nothing_and_after_a_reconnection_little_until_something_is_heard(self) -> None:
+        wire = Wire(replay=False).connect()
+        wire.publish([1])
+        wire.stream.disconnected("the connection broke")
+        self.wait(wire, 10.0)
+        assert (wire.stream.state, wire.stream.trust) == (State.LOST, 0.0)
+        wire.connect()
+        assert (wire.stream.state, wire.stream.trust) == (State.UNSURE, pytest.approx(0.25)), (
+            "outdated since the connection broke"
+        )
+        wire.stream.disconnected("the connection broke")
+        wire.now += 10.0
+        wire.connect()
+        assert wire.stream.trust == pytest.approx(0.125), "and more so with every second"
+        wire.publish([2])
+        assert (wire.stream.state, wire.stream.trust) == (State.LIVE, 1.0)
+
+    def test_what_the_publishers_memory_confirms_is_worth_all_again(self) -> None:
+        wire = live()
+        wire.publish([1])
+        wire.stream.disconnected("the connection broke")
+        wire.connect()
+        assert (wire.stream.state, wire.stream.trust) == (State.SYNCING, 0.5)
+        wire.answer()
+        assert (wire.stream.state, wire.stream.trust) == (State.LIVE, 1.0)
+
+    def test_one_that_never_connected_is_worth_nothing(self) -> None:
+        wire = Wire()
+        wire.stream.disconnected("cannot connect")
+        assert wire.stream.trust == 0.0
+        wire.connect()
+        assert wire.stream.trust == 1.0
+
+
+class TestLag:
+    def test_batches_behind_a_gap_lag_until_it_is_repaired(self) -> None:
+        wire = live()
+        wire.publish([1])
+        assert wire.stream.lag_batches == 0
+        for n in (2, 3):
+            wire.publish([n], lost=True)
+        wire.publish([4])
+        assert wire.stream.lag_batches == 3
+        wire.publish([5])
+        assert wire.stream.lag_batches == 4
+        wire.answer()
+        assert wire.stream.lag_batches == 0
+
+    def test_what_a_rebuild_has_learned_is_visible_only_at_its_end(self) -> None:
+        wire = Wire(joined_late=5).connect()
+        wire.answer(limit=3, end=False)
+        assert wire.stream.lag_batches == 3
+        wire.answer()
+        assert wire.stream.lag_batches == 0
+
+    def test_live_batches_do_not_lag_during_a_rebuild(self) -> None:
+        wire = Wire(joined_late=5).connect()
+        wire.publish([5])
+        assert wire.stream.lag_batches == 0
+
+    def test_a_gap_that_was_given_up_is_no_lag(self) -> None:
+        wire = Wire(replay=False).connect()
+        wire.publish([1])
+        wire.publish([2], lost=True)
+        wire.publish([3])
+        assert wire.stream.lag_batches == 0
+
+
+class TestDelay:
+    def hear(self, wire: Wire, stamp: float, took: float) -> float:
+        wire.now += took
+        seq = wire.stream.last_seq + 1
+        wire.stream.live([TOPIC, seq.to_bytes(8, "big"), msgspec.msgpack.encode([stamp, [], 0])])
+        return wire.stream.delay
+
+    def test_it_is_what_a_message_took_more_than_the_fastest(self) -> None:
+        wire = live()
+        clocks = 1.7e9
+        assert [self.hear(wire, clocks + wire.now, took) for took in (0.25, 2.0, 0.25, 0.5)] == [0.0, 1.75, 0.0, 0.25]
+
+    def test_the_picture_is_unsure_while_a_backlog_comes_in(self) -> None:
+        """A link that stood still delivers what was sent long ago: what came after it may have removed all that."""
+        wire = live()
+        self.hear(wire, 1.7e9 + wire.now, 0.25)
+        assert wire.stream.state is State.LIVE
+        self.hear(wire, 1.7e9 + wire.now, 5.0)
+        assert (wire.stream.state, wire.stream.reason) == (State.UNSURE, "events come late")
+        assert wire.stream.trust < 1
+        self.hear(wire, 1.7e9 + wire.now, 0.25)
+        assert (wire.stream.state, wire.stream.trust) == (State.LIVE, 1.0)
+
+    def test_a_backlog_is_over_when_nothing_more_comes(self) -> None:
+        wire = live()
+        self.hear(wire, 1.7e9 + wire.now, 0.25)
+        self.hear(wire, 1.7e9 + wire.now, 5.0)
+        wire.now += 0.5
+        wire.stream.tick()
+        assert wire.stream.state is State.UNSURE
+        wire.now += 0.5
+        wire.stream.tick()
+        assert wire.stream.state is State.LIVE
+
+    def test_a_new_connection_may_be_to_another_clock(self) -> None:
+        wire = live()
+        self.hear(wire, 1.7e9 + wire.now, 0.25)
+        wire.stream.disconnected("the connection broke")
+        wire.connect()
+        assert self.hear(wire, 5.0, 1.0) == 0.0
+
+    def test_clocks_that_drift_apart_do_not_add_up_to_a_delay(self) -> None:
+        wire = live()
+        for _ in range(1000):
+            delay = self.hear(wire, 1.7e9 + wire.now * 0.999, 10.0)
+        assert delay < 1.0
+
+    def test_a_clock_that_is_set_counts_as_delay_for_some_minutes_only(self) -> None:
+        wire = live()
+        self.hear(wire, 1.7e9 + wire.now, 0.25)
+        assert self.hear(wire, 1.7e9 - 3600 + wire.now, 0.25) == 3600
+        for _ in range(20):
+            delay = self.hear(wire, 1.7e9 - 3600 + wire.now, 60.0)
+        assert delay == 0.0
+
+    def test_minutes_without_messages_leave_nothing_to_compare_with(self) -> None:
+        wire = live()
+        self.hear(wire, 1.7e9 + wire.now, 0.25)
+        wire.now += 10_000.0
+        assert self.hear(wire, 1.7e9 + wire.now - 7.0, 0.25) == 0.0
+
+    @pytest.mark.parametrize("stamp", [float("nan"), float("inf"), float("-inf"), -1.7e9, 0.0, 1e300, 2.0**40])
+    def test_a_timestamp_that_is_none_says_nothing(self, stamp: float) -> None:
+        wire = live()
+        clocks = 1.7e9
+        self.hear(wire, clocks + wire.now, 0.25)
+        self.hear(wire, clocks + wire.now, 2.25)
+        assert self.hear(wire, stamp, 1.0) == 2.0, "as before"
+        assert self.hear(wire, clocks + wire.now, 0.75) == 0.5
+        assert wire.stream.state is State.LIVE
+
+
+class TestAllowance:
+    """What waits for missing batches takes memory, of all streams together only so much."""
+
+    def wires(self, blocks: int, count: int = 2) -> list[Wire]:
+        shared = recovery.Allowance(blocks * recovery.MESSAGE_BYTES)
+        wires = [Wire().connect() for _ in range(count)]
+        for wire in wires:
+            wire.stream.allowance = shared
+            wire.answer()
+            wire.publish([1])
+        return wires
+
+    def test_a_stream_is_refused_what_others_have_taken(self) -> None:
+        first, second = self.wires(6)
+        for n in range(2, 6):
+            first.publish([n], lost=n == 2)
+        assert first.stream.allowance.taken > 0
+        for n in range(2, 6):
+            second.publish([n], lost=n == 2)
+        assert (first.held, first.stream.state) == ({1}, State.SYNCING), "it goes on waiting"
+        assert second.held == {3, 4, 5}, "given up: live batches flow"
+        first.answer()
+        assert first.held == {1, 2, 3, 4, 5}
+
+    def test_all_of_it_is_given_back_however_a_recovery_ends(self) -> None:
+        wires = self.wires(1000, count=5)
+        allowance = wires[0].stream.allowance
+        repaired, given_up, restarted, reconnected, closed = wires
+        for wire in wires:
+            wire.publish([2], lost=True)
+            wire.publish([3])
+        assert allowance.taken > 5 * recovery.MESSAGE_BYTES
+        repaired.answer()
+        given_up.ring()
+        given_up.answer()
+        restarted.publisher.restart()
+        restarted.publish([100])
+        reconnected.connect()
+        closed.stream.close()
+        assert given_up.held == {1, 2, 3}
+        assert allowance.taken == 0
+
+    def test_small_batches_count_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (wire,) = self.wires(10, count=1)
+        for n in range(2, 30):
+            wire.publish([n], lost=n == 2)
+        assert wire.stream.allowance.taken <= 10 * recovery.MESSAGE_BYTES
+
+
 class TestBadInput:
     def test_malformed_messages_are_counted_and_skipped_alone(self) -> None:
         wire = live()
@@ -998,6 +1511,38 @@ class TestBadInput:
         wire.publish([2])
         assert wire.held == set()
         assert wire.stream.state is State.UNSURE
+
+    @pytest.mark.parametrize("replay", [True, False])
+    @pytest.mark.parametrize("part", [0, 4])
+    @pytest.mark.parametrize("number", [2**40, 2**63, 2**64 - 1])
+    def test_a_number_that_is_far_too_high_is_got_over(self, replay: bool, part: int, number: int) -> None:
+        wire = Wire(replay=replay, part=part).connect()
+        if replay:
+            wire.answer()
+        wire.publish([1])
+        wire.publish([2])
+        wire.stream.live([TOPIC, number.to_bytes(8, "big"), payload([7], notes=wire.publisher.notes())])
+        assert wire.stream.state is not State.LIVE
+        for n in range(3, 9):
+            wire.publish([n], [n - 2])
+            if wire.question is not None:
+                wire.answer()
+            if wire.alarm_in is not None:
+                wire.ring()
+            assert wire.stream.state is not State.LIVE or wire.held == wire.publisher.truth[-1]
+            assert wire.held - {7} <= wire.publisher.truth[-1]
+        if replay:
+            wire.answer()
+            assert wire.stream.state is State.LIVE
+        assert wire.held == wire.publisher.truth[-1]
+
+    def test_junk_from_the_replay_socket_is_counted_and_the_answer_goes_on(self) -> None:
+        wire = Wire(joined_late=3).connect()
+        wire.stream.replay(END)  # no snapshot
+        for junk in ([], [b""], [b"", b"x"], [b"", b"t", b"\0\0", b"p"], [b"", b"a", b"b", b"c", bytes(8), b"p"]):
+            wire.stream.replay(junk)
+        wire.answer()
+        assert (wire.stream.state, wire.held, wire.stream.counters.malformed) == (State.LIVE, {0, 1, 2}, 5)
 
     def test_extreme_numbers_neither_raise_nor_last(self) -> None:
         wire = live()

@@ -1,4 +1,8 @@
+import contextlib
+import math
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -10,6 +14,7 @@ from indexer.index import PrefixIndex
 from indexer.keys import encode_extras
 from indexer.match import Prompt, match
 from indexer.wire import (
+    MAX_EVENTS,
     MAX_PAYLOAD,
     BadPayload,
     BlockRemoved,
@@ -218,6 +223,60 @@ def test_what_is_no_batch_is_refused(payload):
         decode_batch(payload)
 
 
+def counted(count):
+    return b"\xdd" + count.to_bytes(4, "big")
+
+
+def stored_with(field, packed):
+    return pack([1.5, [{"type": "BlockStored", "block_hashes": [1], field: msgspec.Raw(packed)}], 0])
+
+
+MANY = 1 << 20
+SMALL_BYTES = {
+    "events that are nothing": b"\x93\x01" + counted(MANY) + b"\xc0" * MANY + b"\x00",
+    "empty pairs of tokens": stored_with("token_ids", counted(MANY) + b"\x90" * MANY),
+    "pairs of tokens": stored_with("token_ids", counted(MANY // 3) + b"\x92\x01\x02" * (MANY // 3)),
+    "tokens": stored_with("token_ids", counted(MANY // 5) + b"\xce\xff\xff\xff\xff" * (MANY // 5)),
+    "empty lists as extra keys": stored_with("extra_keys", counted(MANY) + b"\x90" * MANY),
+    "empty maps as extra keys": stored_with("extra_keys", b"\x91" + counted(MANY) + b"\x80" * MANY),
+    "maps in maps as extra keys": stored_with("extra_keys", b"\x91\x91" + b"\x81\xc0" * 400 + b"\x80" * MANY),
+    "empty maps as a session": stored_with("session_id", counted(MANY) + b"\x80" * MANY),
+    "empty maps as cleared tiers": pack(
+        [1.5, [{"type": "AllBlocksCleared", "tiers": msgspec.Raw(counted(MANY) + b"\x80" * MANY)}], 0]
+    ),
+    "empty maps as what nobody reads": stored_with("lookahead", counted(MANY) + b"\x80" * MANY),
+}
+
+
+@pytest.mark.parametrize("payload", SMALL_BYTES.values(), ids=SMALL_BYTES)
+def test_small_bytes_do_not_become_large_objects(payload):
+    """An empty map takes one byte of a message and 64 of memory."""
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(BadPayload):
+            decode_batch(payload)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(payload)
+    assert time.process_time() - began < 2  # of which tracing takes most
+
+
+@pytest.mark.parametrize("said", [math.nan, math.inf, -math.inf])
+def test_what_is_no_time_is_read_as_none(said):
+    assert decode_batch(pack([said, [REMOVED], 0])).timestamp == 0.0
+    assert decode_batch(pack({"ts": said, "events": [REMOVED]})).timestamp == 0.0
+
+
+def test_a_batch_of_more_events_than_any_step_has_is_refused():
+    removed = pack(["BlockRemoved", [1], "GPU"])
+    full = b"\x93\x01" + counted(MAX_EVENTS) + removed * MAX_EVENTS + b"\x00"
+    assert len(decode_batch(full).events) == MAX_EVENTS
+    with pytest.raises(BadPayload, match="length"):
+        decode_batch(b"\x93\x01" + counted(MAX_EVENTS + 1) + removed * (MAX_EVENTS + 1) + b"\x00")
+
+
 def test_nesting_and_claimed_lengths_do_not_hurt():
     for payload in (
         b"\x91" * 500_000,
@@ -270,6 +329,7 @@ def test_any_values_in_any_field_are_an_event_or_counted(fields, replacements, o
     assert len(decoded.events) + len(decoded.skipped) == len(events)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_flipped_byte_never_gets_through_as_another_error(data):
     payload = bytearray(pack([1.5, [STORED, REMOVED, STORED_ARRAY, ["AllBlocksCleared"]], 0]))
@@ -558,3 +618,10 @@ def test_any_notes_are_read_or_counted(notes):
     except msgspec.ValidationError:
         wanted, left_out = decoded.notes and Notes(notes.get("instance", "")), 1
     assert (decoded.notes, len(decoded.skipped)) == (wanted, left_out)
+
+
+def test_of_a_batch_of_all_forms_only_what_nobody_knows_is_left_out():
+    cleared, unheard_of, nameless = {"type": "AllBlocksCleared"}, {"type": "NewThing", "x": 1}, {"block_hashes": [1]}
+    decoded = batch(STORED_ARRAY, REMOVED, cleared, unheard_of, nameless, ["NewThing", 1], STORED_ARRAY)
+    assert decoded.events == [EXPECTED, BlockRemoved([11], "gpu", 0), BlocksCleared(), EXPECTED]
+    assert [skipped.reason for skipped in decoded.skipped] == ["unknown_type", "bad_field", "unknown_type"]

@@ -57,6 +57,13 @@ def test_a_port_in_use_and_a_missing_tokenizer_are_told_in_one_line(capsys: pyte
             assert error.count("\n") == 1
 
 
+def test_a_bad_key_file_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--curve-secret-key-file", "/nowhere/engine.key_secret"]) == 2
+    assert "/nowhere/engine.key_secret: not a CURVE key file" in capsys.readouterr().err
+    assert cli.main(["--curve-client-keys-dir", "/nowhere"]) == 2
+    assert "the engine has none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_several_engines_in_one_process_say_where_they_are_and_stop_cleanly(stop: signal.Signals) -> None:
     command = [sys.executable, "-m", "connector.sim", "--engines", "2", "--name", "e", "--served-model-name", "m"]

@@ -41,8 +41,7 @@ class Picker:
                 self.hear(batch)
         self._heard = end - 1
         found = match(self._index, Prompt(array("I", tokens).tobytes(), model), [self.residency])
-        size = self.residency.block_size
-        return found.gpu[0] * size, found.cpu[0] * size, found.storage[0] * size
+        return found.tokens("gpu")[0], found.tokens("cpu")[0], found.tokens("storage")[0]
 
     def hear(self, batch: Batch) -> None:
         decoded = decode_batch(msgspec.msgpack.encode(batch))

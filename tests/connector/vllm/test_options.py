@@ -4,6 +4,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="runs in the vLLM venv: make test-vllm")
 
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
 from connector.vllm import versions
 from connector.vllm.options import Options, completed, own_options
 
@@ -66,7 +71,7 @@ def test_options_have_defaults() -> None:
     ("given", "complaint"),
     [
         ({"heartbeats": 1}, "unknown option 'heartbeats'; did you mean 'heartbeat_s'?"),
-        ({"xyzzy": 1}, "known: heartbeat_s, load, removal_scan_per_s, storage_chunks"),
+        ({"xyzzy": 1}, "known: heartbeat_s, load, removal_scan_per_s, storage_chunks, curve_secret_key_file"),
         ({"heartbeat_s": -1}, "`float` >= 0"),
         ({"load": "yes"}, "Expected `bool`, got `str`"),
         ({"storage_chunks": 0}, "`int` >= 1"),
@@ -97,3 +102,18 @@ def test_a_vllm_that_was_never_tried_is_used_with_a_warning(version: str, monkey
     monkeypatch.setattr(versions.logger, "warning", lambda text, *values: said.append(text % values))
     versions.check(version)
     assert f"not with {version}" in said[0]
+
+
+def test_keys_come_from_files_that_the_options_name(tmp_path: Path) -> None:
+    zmq.auth.create_certificates(tmp_path, "engine")
+    options = own_options({"tierpick": {"curve_secret_key_file": str(tmp_path / "engine.key_secret")}})
+    curve = options.curve()
+    assert curve is not None
+    assert zmq.curve_public(curve.secret_key) == curve.public_key
+    assert Options().curve() is None
+
+
+def test_a_bad_key_file_is_an_error_that_names_it() -> None:
+    options = own_options({"tierpick": {"curve_secret_key_file": "/nowhere/engine.key_secret"}})
+    with pytest.raises(ValueError, match=r"/nowhere/engine\.key_secret: not a CURVE key file"):
+        options.curve()

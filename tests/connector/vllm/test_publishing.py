@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ pytest.importorskip("vllm", reason="runs in the vLLM venv: make test-vllm")
 
 import msgspec
 import zmq
+import zmq.auth
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory, KVEventBatch, ZmqEventPublisher
 from vllm.utils.network_utils import get_ip
 
+from connector.curve import Curve, load_curve
 from connector.journal import About
 from connector.vllm.publishing import TieredEventPublisher, take_over
 
@@ -30,9 +33,9 @@ def configured(**settings: object) -> KVEventsConfig:
     return KVEventsConfig(enable_kv_cache_events=True, topic="kv@pod@model", **settings)
 
 
-def taken_over(config: KVEventsConfig, rank: int = 0) -> TieredEventPublisher:
+def taken_over(config: KVEventsConfig, rank: int = 0, curve: Curve | None = None) -> TieredEventPublisher:
     made: list[TieredEventPublisher] = []
-    take_over(config, About(heartbeat=0.05), made.append)
+    take_over(config, About(heartbeat=0.05), made.append, curve)
     publisher = EventPublisherFactory.create(config, rank)
     assert [publisher] == made
     return made[0]
@@ -105,3 +108,22 @@ def test_whoever_wants_to_know_is_told_after_each_batch() -> None:
     publisher.shutdown()
 
     assert told == [1]
+
+
+def test_with_a_key_only_those_who_know_it_are_served(tmp_path: Path) -> None:
+    zmq.auth.create_certificates(tmp_path, "engine")
+    curve = load_curve(str(tmp_path / "engine.key_secret"))
+    assert curve is not None
+    port = free_port()
+    publisher = taken_over(configured(endpoint=f"tcp://*:{port}"), curve=curve)
+    with zmq.Context() as context, context.socket(zmq.SUB) as friend, context.socket(zmq.SUB) as stranger:
+        friend.curve_serverkey = curve.public_key
+        friend.curve_publickey, friend.curve_secretkey = zmq.curve_keypair()
+        for subscriber in (stranger, friend):
+            subscriber.linger = 0
+            subscriber.connect(f"tcp://127.0.0.1:{port}")
+            subscriber.subscribe(b"")
+        for _ in range(3):
+            assert next_message(friend)[0] == b"kv@pod@model"
+        assert not stranger.poll(0)
+    publisher.shutdown()

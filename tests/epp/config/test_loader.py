@@ -176,6 +176,21 @@ dataLayer:
     assert "plugins[0].parameters.caCertPath: has no effect in tierpick" in configuration.warnings
 
 
+def test_where_engines_list_their_models_can_be_said(loaded: Load) -> None:
+    configuration = loaded(
+        HEAD
+        + """
+plugins:
+- {type: models-data-source, parameters: {scheme: https, path: /v2/models, insecureSkipVerify: false}}
+- {type: models-data-extractor}
+dataLayer: {sources: [{pluginRef: models-data-source, extractors: [{pluginRef: models-data-extractor}]}]}
+"""
+    )
+    models = configuration.data_layer.models
+    assert (models.scheme, models.path, models.insecure_skip_verify) == ("https", "/v2/models", False)
+    assert not configuration.warnings
+
+
 def test_nothing_is_scraped_if_told_so(loaded: Load) -> None:
     assert not loaded(HEAD + "dataLayer: {injectDefaults: false}").data_layer.scrape
 

@@ -188,3 +188,15 @@ class TestBrokenPages:
             return
         assert 0 <= load.kv_usage <= 1
         assert min(load.waiting, load.running, load.block_size, load.num_blocks) >= 0
+
+
+@pytest.mark.parametrize("state", ["weights_offloaded", "discard_all"])
+def test_an_engine_that_sleeps_so_deeply_that_its_caches_are_gone_says_so(state: str) -> None:
+    series = b'vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="%s"}'
+    awake, deep = series % b"awake", series % state.encode()
+    page = VLLM_PAGE.replace(awake + b" 1.0", awake + b" 0.0")
+    paused = read(page)  # its caches are as they were
+    sleeping = read(page.replace(deep + b" 0.0", deep + b" 1.0"))
+    assert (read(VLLM_PAGE).asleep, paused.asleep, sleeping.asleep) == (False, False, True)
+    assert not read(VLLM_PAGE, last=sleeping).asleep
+    assert not read(SMALL, last=sleeping).asleep

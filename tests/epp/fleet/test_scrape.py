@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from epp import tls
 from epp.fleet.endpoint import Endpoint, EndpointSpec, EngineLoad
 from epp.fleet.fleet import Fleet
 from epp.fleet.scrape import Scraper, ScrapeSettings, ScrapeState, _phase
@@ -389,3 +392,52 @@ def test_phases_spread_a_fleet_over_the_interval() -> None:
     phases = sorted(_phase(slot) for slot in range(100))
     gaps = [after - before for before, after in zip(phases, [*phases[1:], 1.0], strict=True)]
     assert max(gaps) < 0.03
+
+
+class TestTls:
+    """Metrics behind a certificate that the engine made for itself, which it may exchange at any time."""
+
+    @asynccontextmanager
+    async def serving(self, tmp_path: Path, port: int = 0) -> AsyncIterator[int]:
+        key, certificate = tls.self_signed()
+        (tmp_path / "key").write_bytes(key)
+        (tmp_path / "certificate").write_bytes(certificate)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+        app = web.Application()
+        app.router.add_get("/metrics", serves(GOOD))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, ssl_context=context).start()
+        try:
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
+
+    async def test_by_default_any_certificate_will_do_also_its_successor(self, tmp_path: Path) -> None:
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(AsyncExitStack())
+            port = await first.enter_async_context(self.serving(tmp_path))
+            scraper = Scraper(fleet := Fleet(), Counters(), replace(FAST, scheme="https", port=port))
+            await scraper.start()
+            stack.push_async_callback(scraper.stop)
+            fleet.apply([EndpointSpec("127.0.0.1:9")])
+            (endpoint,) = fleet.endpoints
+            await eventually(lambda: endpoint.load.updated_at > 0)
+            await first.aclose()
+            await stack.enter_async_context(self.serving(tmp_path, port))
+            since = time.monotonic()
+            await eventually(lambda: endpoint.load.updated_at > since)
+
+    async def test_where_certificates_are_verified_such_a_one_is_a_failure(self, tmp_path: Path) -> None:
+        async with self.serving(tmp_path) as port:
+            settings = replace(FAST, scheme="https", insecure_skip_verify=False)
+            scraper = Scraper(fleet := Fleet(), Counters(), settings)
+            await scraper.start()
+            fleet.apply([EndpointSpec(f"127.0.0.1:{port}")])
+            state = scraper.state(fleet.endpoints[0])
+            assert state is not None
+            await eventually(lambda: state.failures > 3)
+            assert "certificate" in state.last_error.lower()
+            assert fleet.endpoints[0].reachable, "somebody is there"
+            await scraper.stop()

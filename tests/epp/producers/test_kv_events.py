@@ -393,12 +393,55 @@ class TestStreamedLoad:
         assert value("tierpick_tier_capacity_blocks", {**pod, "tier": "gpu"}) == 1000
         assert value("tierpick_tier_held_blocks", {**pod, "tier": "gpu"}) == 1
         assert value("tierpick_tier_capacity_blocks", {**pod, "tier": "cpu"}) == 600
-        taken = value("tierpick_event_snapshots_total", {**pod, "result": "taken"})
+        taken = value("tierpick_feed_snapshots_total", {**pod, "result": "taken"})
         assert taken == feed.counters.snapshots
-        assert value("tierpick_event_snapshots_total", {**pod, "result": "failed"}) == 0
-        silence = value("tierpick_event_silence_seconds", pod)
+        assert value("tierpick_feed_snapshots_total", {**pod, "result": "failed"}) == 0
+        silence = value("tierpick_feed_silence_seconds", pod)
         assert silence is not None
         assert 0 <= silence < 5
+
+    async def test_metrics_show_the_feed_as_long_as_its_endpoint_is_there(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        engine = streaming(1, waiting=0, running=0, kv_usage=0.0)
+        engine.about.heartbeat = 0.0
+        environment.fleet.apply([engine.spec])
+        (feed,) = events.feeds.values()
+        await until(lambda: feed.state is State.LIVE)
+        registry, pod = environment.telemetry.registry, engine.spec.address
+
+        def shown() -> dict[str, float]:
+            samples = [sample for family in registry.collect() for sample in family.samples]
+            of_pod = [sample for sample in samples if sample.labels.get("pod_identifier") == pod]
+            return {s.name.removeprefix("tierpick_feed_") + s.labels.get("state", ""): s.value for s in of_pod}
+
+        live = {"statelive": 1, "stateunsure": 0, "statelost": 0, "statesyncing": 0, "trust": 1, "lag_batches": 0}
+        assert live.items() <= shown().items()
+        engine.publisher.close()
+        await until(lambda: feed.state is State.LOST)
+        assert {**live, "statelive": 0, "statelost": 1, "trust": 0}.items() <= shown().items()
+        counted = (
+            "gaps",
+            "missed_batches",
+            "duplicates",
+            "unreadable_batches",
+            "losses",
+            "restarts",
+            "truncated_replays",
+        )
+        assert {name: shown()[f"{name}_total"] for name in counted} == dict.fromkeys(counted, 0)
+        assert shown()["replays_total"] >= 1
+        environment.fleet.apply([])
+        assert shown() == {}
+
+    async def test_metrics_show_what_the_index_takes(
+        self, environment: Environment, events: KvEvents, streaming: Callable[..., Streaming]
+    ) -> None:
+        value = environment.telemetry.registry.get_sample_value
+        parts = {part: value("tierpick_index_memory_bytes", {"part": part}) for part in events.index.memory()}
+        assert parts == dict(events.index.memory())
+        assert value("tierpick_index_budget_bytes") == events.index.budget
+        assert value("tierpick_index_forgotten_blocks_total") == 0
 
 
 WITHOUT_SCRAPING = """
@@ -442,3 +485,16 @@ async def test_a_fleet_is_scheduled_by_its_streams_alone_where_nothing_is_scrape
     await until(lambda: [endpoint.load.waiting for endpoint in environment.fleet.endpoints] == [0, 9])
     assert {(await picked()).address for _ in range(20)} == {busy.spec.address}
     await events.stop()
+
+
+async def test_an_engine_that_fell_asleep_holds_nothing_though_no_event_says_so(
+    environment: Environment, events: KvEvents, engines: list[Engine]
+) -> None:
+    environment.fleet.apply([engine.spec for engine in engines])
+    for engine in engines:
+        await engine.publish()
+    sleeper, other = environment.fleet.endpoints
+    await until(lambda: events.index.blocks("gpu") == 2)
+    sleeper.load = EngineLoad(asleep=True)
+    await until(lambda: events.feeds[sleeper].residency.held("gpu") == 0)
+    assert events.feeds[other].residency.held("gpu") == 1

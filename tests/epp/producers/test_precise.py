@@ -2,21 +2,26 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from epp.config.environment import Environment
 from epp.config.errors import ConfigError, Findings
+from epp.config.loader import load
 from epp.config.strict import convert
 from epp.fleet.endpoint import Endpoint, EndpointSpec
 from epp.fleet.fleet import Fleet
-from epp.producers.kv_events import KvEvents
+from epp.producers.kv_events import MUTE, KvEvents
 from epp.producers.precise import PrecisePrefixCacheProducer, PrecisePrefixParameters
 from epp.requests.model import InferenceRequest
 from epp.routing import Outcome, Termination
-from epp.scheduling.plugin import ProfileResult, Scheduling, SchedulingResult, TierHit
+from epp.scheduling.plugin import Certainty, ProfileResult, Scheduling, SchedulingResult, TierHit
+from epp.scheduling.scheduler import Scheduler
 from epp.telemetry import Telemetry
+from indexer.stream import State
 from indexer.wire import BlockStored
 
 BLOCK = 16
@@ -290,6 +295,134 @@ class TestSpeculation:
         assert len(bench.events.speculation) == 0
 
 
+class TestTrust:
+    """In feeds, by what happened to them: `live` has heard its engine from the first batch on, `late` joined it at
+    a later one, `lost` has no connection any more."""
+
+    def happens(self, bench: Bench, live: Endpoint, late: Endpoint, lost: Endpoint) -> None:
+        empty = msgspec.msgpack.encode([0.0, [], 0])
+        for endpoint, first in ((live, 0), (late, 5), (lost, 0)):
+            stream = bench.events.feeds[endpoint].stream
+            stream.connected()
+            stream.live([f"kv@{endpoint.address}@{MODEL}".encode(), first.to_bytes(8, "big"), empty])
+            bench.store(endpoint, range(4))
+        stream.disconnected("the connection broke")
+
+    def states(self, scheduling: Scheduling) -> list[tuple[str, float] | None]:
+        assert scheduling.certainty is not None
+        return [scheduling.certainty.of(endpoint.slot) for endpoint in scheduling.endpoints]
+
+    async def test_blocks_count_by_how_far_the_feed_is_trusted_and_proven_tokens_in_full(self, bench: Bench) -> None:
+        self.happens(bench, *bench.endpoints)
+        scheduling = bench.scheduling(tokens(4, 1))
+        bench.producer().produce(scheduling)
+        assert scheduling.matches["precise"].blocks == [4, 2, 0]
+        assert scheduling.matches["precise"].cached_tokens == [64, 64, 64]
+        assert scheduling.hits == [TierHit(64), TierHit(64), TierHit(64)]
+        assert self.states(scheduling) == [("live", 1.0), ("unsure", 0.5), ("lost", 0.0)]
+
+    async def test_trust_returns_with_time(self, bench: Bench) -> None:
+        self.happens(bench, *bench.endpoints)
+        bench.now = 60.0
+        for feed in bench.events.feeds.values():
+            feed.stream.tick()
+        scheduling = bench.scheduling(tokens(4, 1))
+        bench.producer().produce(scheduling)
+        assert scheduling.matches["precise"].blocks == [4, 3, 0]
+
+    async def test_where_every_feed_is_live_every_block_counts(self, bench: Bench) -> None:
+        self.happens(bench, *bench.endpoints)
+        scheduling = bench.scheduling(tokens(4, 1))
+        scheduling.endpoints = bench.endpoints[:1]
+        bench.producer().produce(scheduling)
+        assert scheduling.matches["precise"].blocks == [4]
+        assert scheduling.certainty == Certainty([State.LIVE], ())
+
+    async def test_who_is_no_candidate_has_no_state(self, bench: Bench) -> None:
+        self.happens(bench, *bench.endpoints)
+        scheduling = bench.scheduling(tokens(4, 1))
+        scheduling.endpoints = bench.endpoints[1:2]
+        bench.producer().produce(scheduling)
+        assert scheduling.certainty is not None
+        assert [scheduling.certainty.of(slot) for slot in (0, 1, 2)] == [None, ("unsure", 0.5), None]
+
+    @pytest.mark.parametrize(("picked_at", "blocks"), [(0, [8, 2, 0]), (1, [4, 4, 0]), (2, [4, 2, 0])])
+    async def test_blocks_expected_of_a_pick_count_no_more_than_proven_ones(
+        self, bench: Bench, picked_at: int, blocks: list[float]
+    ) -> None:
+        self.happens(bench, *bench.endpoints)
+        producer = bench.producer(speculativeIndexing=True)
+        scheduling = bench.scheduling(tokens(8, 1))
+        producer.produce(scheduling)
+        producer.picked(scheduling, picked(bench.endpoints[picked_at]))
+        after = bench.scheduling(tokens(8, 1))
+        producer.produce(after)
+        assert after.matches["precise"].blocks == blocks
+
+    async def test_the_trust_is_that_of_the_moment_of_the_pick(self, bench: Bench) -> None:
+        self.happens(bench, *bench.endpoints)
+        scheduling = bench.scheduling(tokens(4, 1))
+        bench.producer().produce(scheduling)
+        bench.events.feeds[bench.endpoints[0]].stream.disconnected("gone")
+        assert self.states(scheduling)[0] == ("live", 1.0)
+
+
+class TestMuteEngines:
+    """Requests are served, and not one event tells of it: the wrong port, or a rank that does not publish."""
+
+    def serve(self, bench: Bench, endpoint: Endpoint, prompt: bytes = tokens(4), status: int = 200) -> None:
+        producer = bench.producer()
+        scheduling = bench.scheduling(prompt)
+        producer.produce(scheduling)
+        producer.finished(scheduling, picked(endpoint), replace(ENDED, status=status))
+
+    def hear(self, bench: Bench, endpoint: Endpoint, number: int) -> None:
+        empty = msgspec.msgpack.encode([0.0, [], 0])
+        bench.events.feeds[endpoint].stream.live([b"kv@p@tiny", number.to_bytes(8, "big"), empty])
+
+    async def test_show_by_requests_since_they_were_heard(self, bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+        mute, heard, idle = bench.endpoints
+        for number in range(MUTE):
+            self.hear(bench, heard, number)
+            self.serve(bench, heard)
+            self.serve(bench, mute)
+        assert {f["endpoint"]: f["requests_since_heard"] for f in bench.events.snapshot()} == {
+            mute.address: MUTE,
+            heard.address: 0,
+            idle.address: 0,
+        }
+        shown = "tierpick_feed_requests_since_heard", {"pod_identifier": mute.address}
+        assert bench.environment.telemetry.registry.get_sample_value(*shown) == MUTE
+        assert [r.message for r in caplog.records if "mute" in r.message] == [
+            "an endpoint serves requests, but its engine is mute"
+        ]
+        self.hear(bench, mute, 0)
+        assert bench.events.requests_since_heard(mute) == 0
+
+    async def test_requests_that_leave_nothing_to_tell_do_not_count(self, bench: Bench) -> None:
+        endpoint = bench.endpoints[0]
+        self.serve(bench, endpoint, prompt=tokens(0, 5))
+        self.serve(bench, endpoint, status=503)
+        assert bench.events.requests_since_heard(endpoint) == 0
+        self.serve(bench, endpoint)
+        assert bench.events.requests_since_heard(endpoint) == 1
+
+    async def test_several_instances_count_a_request_once(self, bench: Bench) -> None:
+        producers = [bench.producer(f"p-{n}") for n in range(3)]
+        scheduling = bench.scheduling(tokens(4))
+        for producer in producers:
+            producer.produce(scheduling)
+        for producer in producers:
+            producer.finished(scheduling, picked(bench.endpoints[0]), replace(ENDED, status=200))
+        assert bench.events.requests_since_heard(bench.endpoints[0]) == 1
+
+    async def test_a_request_that_ends_after_its_endpoint_has_left_is_nothing(self, bench: Bench) -> None:
+        endpoint = bench.endpoints[0]
+        bench.environment.fleet.apply([])
+        bench.events.served(endpoint)
+        assert bench.events.snapshot() == []
+
+
 class TestParameters:
     def test_llm_ds_parameters_are_taken(self) -> None:
         parse(
@@ -354,3 +487,60 @@ class TestParameters:
         with pytest.raises(ValueError, match=r'"b".*"feeds"'):
             bench.producer("b", kvEventsConfig={"topicFilter": "other@"})
         bench.producer("c")  # says nothing, takes theirs
+
+
+async def test_more_blocks_in_a_medium_that_nobody_knows_do_not_outweigh_hbm(bench: Bench) -> None:
+    a, b, _ = bench.endpoints
+    bench.store(a, range(10))
+    bench.store(b, range(12), "foo")
+    scheduling = bench.scheduling(tokens(12, 1))
+    bench.producer().produce(scheduling)
+    assert scheduling.matches["precise"].blocks == [10, 6, 0]
+
+
+async def test_requests_that_clients_give_the_same_id_are_two(bench: Bench) -> None:
+    producer, b = bench.producer(speculativeIndexing=True), bench.endpoints[1]
+    first, second = bench.scheduling(tokens(6, 1)), bench.scheduling(tokens(4, 1))
+    for scheduling in (first, second):
+        producer.produce(scheduling)
+        producer.picked(scheduling, picked(b))
+    producer.finished(second, picked(b), ENDED)
+    again = bench.scheduling(tokens(6, 1))
+    producer.produce(again)
+    assert again.matches["precise"].blocks == [0, 6, 0]
+    producer.finished(first, picked(b), ENDED)
+    assert bench.events.speculation.keys == 0
+
+
+BY_SPECULATION = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: precise-prefix-cache-producer
+  parameters: {speculativeIndexing: true, kvEventsConfig: {discoverPods: false}}
+- {type: prefix-cache-scorer, parameters: {prefixMatchInfoProducerName: precise-prefix-cache-producer}}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: prefix-cache-scorer}]}]
+"""
+
+
+async def test_a_burst_of_equal_prompts_stays_together_though_no_event_has_come_yet(bench: Bench) -> None:
+    for endpoint in bench.endpoints:
+        stream = bench.events.feeds[endpoint].stream
+        stream.connected()
+        stream.live([f"kv@{endpoint.address}@{MODEL}".encode(), bytes(8), msgspec.msgpack.encode([0.0, [], 0])])
+    configuration = load(BY_SPECULATION, bench.environment)
+    scheduler = Scheduler(
+        producers=configuration.producers,
+        profiles=configuration.profiles,
+        handler=configuration.handler,
+        plugins=list(configuration.plugins.values()),
+        telemetry=bench.environment.telemetry,
+        rng=bench.environment.rng,
+    )
+    targets = set()
+    for _ in range(50):
+        scheduling = bench.scheduling(tokens(20, 1))
+        result = await scheduler.schedule(scheduling)
+        scheduler.picked(scheduling, result)
+        targets.add(result.target.picked[0])
+    assert len(targets) == 1

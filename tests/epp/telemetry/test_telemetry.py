@@ -96,12 +96,28 @@ OURS = {
     "tierpick_delivered_cached_tokens_total": "",
     "tierpick_best_available_tokens_total": "",
     "tierpick_prompt_tokens_total": "",
-    "tierpick_prediction_total": "result",
+    "tierpick_prediction_total": "result feed",
     "tierpick_plugin_failures_total": "plugin_name extension_point",
     "tierpick_unscored_requests_total": "reason",
     "tierpick_occupancy_ratio": "name",
-    "tierpick_event_snapshots_total": "pod_identifier result",
-    "tierpick_event_silence_seconds": "pod_identifier",
+    "tierpick_feed_state": "pod_identifier state",
+    "tierpick_feed_trust": "pod_identifier",
+    "tierpick_feed_lag_batches": "pod_identifier",
+    "tierpick_feed_delay_seconds": "pod_identifier",
+    "tierpick_feed_silence_seconds": "pod_identifier",
+    "tierpick_feed_requests_since_heard": "pod_identifier",
+    "tierpick_feed_gaps_total": "pod_identifier",
+    "tierpick_feed_missed_batches_total": "pod_identifier",
+    "tierpick_feed_duplicates_total": "pod_identifier",
+    "tierpick_feed_unreadable_batches_total": "pod_identifier",
+    "tierpick_feed_losses_total": "pod_identifier",
+    "tierpick_feed_restarts_total": "pod_identifier",
+    "tierpick_feed_replays_total": "pod_identifier",
+    "tierpick_feed_truncated_replays_total": "pod_identifier",
+    "tierpick_feed_snapshots_total": "pod_identifier result",
+    "tierpick_index_memory_bytes": "part",
+    "tierpick_index_budget_bytes": "",
+    "tierpick_index_forgotten_blocks_total": "",
     "tierpick_tier_held_blocks": "pod_identifier tier",
     "tierpick_tier_capacity_blocks": "pod_identifier tier",
 }
@@ -155,7 +171,7 @@ def everything() -> Telemetry:
     telemetry.prefix_indexer("gpu", "approx-prefix-cache-producer", lambda: 12).matched(2, 4, 64)
     telemetry.looked_up(0.001, 2)
     telemetry.predicted(TierHit(1, 2, 3), 6, 10)
-    telemetry.delivered(6, 6)
+    telemetry.delivered(6, 6, "live")
     telemetry.unscored("path")
     telemetry.poll_failed("metrics-data-source")
     telemetry.extract_failed("metrics-data-source", "core-metrics-extractor")
@@ -331,13 +347,20 @@ class TestPredictions:
     def test_delivered_against_predicted(
         self, telemetry: Telemetry, predicted: int, delivered: int, result: str
     ) -> None:
-        telemetry.delivered(predicted, delivered)
+        telemetry.delivered(predicted, delivered, "live")
         assert comparison(predicted, delivered) == result
         counts = {
-            name: value(telemetry, "tierpick_prediction_total", result=name) for name in ("exact", "below", "above")
+            name: value(telemetry, "tierpick_prediction_total", result=name, feed="live")
+            for name in ("exact", "below", "above")
         }
         assert counts == {**dict.fromkeys(counts, 0), result: 1}
         assert value(telemetry, "tierpick_delivered_cached_tokens_total") == delivered
+
+    def test_a_wrong_prediction_of_a_live_feed_is_told_from_that_of_a_doubtful_one(self, telemetry: Telemetry) -> None:
+        for feed in ("live", "unsure", "unsure"):
+            telemetry.delivered(5, 4, feed)
+        assert value(telemetry, "tierpick_prediction_total", result="below", feed="live") == 1
+        assert value(telemetry, "tierpick_prediction_total", result="below", feed="unsure") == 2
 
     @pytest.mark.parametrize(
         ("fault", "chosen", "best"),

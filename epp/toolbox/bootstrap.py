@@ -58,6 +58,9 @@ class BootstrapOptions:
     endpoints: tuple[str, ...] = field(default=())
     """`ip:port` of every engine: Envoy then only sends to these, retries on another if one does not answer, and reports
     which one served. Without, it sends wherever the picker says."""
+    retry_resets: bool = False
+    """Retry also where an engine breaks the connection before its answer begins. A request that kills engines is then
+    tried on several. Needs `endpoints`."""
     fail_open: bool = False
     """Serve without the picker while it is down. Needs `endpoints`."""
     message_timeout: timedelta = timedelta(seconds=60)
@@ -68,6 +71,8 @@ class BootstrapOptions:
     def __post_init__(self) -> None:
         if self.fail_open and not self.endpoints:
             raise ValueError("to serve without the picker, Envoy must know the endpoints")
+        if self.retry_resets and not self.endpoints:
+            raise ValueError("to retry on another endpoint, Envoy must know the endpoints")
 
 
 def render(options: BootstrapOptions) -> dict[str, Any]:
@@ -147,7 +152,8 @@ def _routes(options: BootstrapOptions) -> RouteConfiguration:
         VirtualHost,
     )
 
-    retry = RetryPolicy(retry_on="connect-failure,refused-stream", num_retries=2) if options.endpoints else None
+    retry_on = "connect-failure,refused-stream" + (",reset" if options.retry_resets else "")
+    retry = RetryPolicy(retry_on=retry_on, num_retries=2) if options.endpoints else None
     action = RouteAction(cluster="engines", timeout=_FOREVER, idle_timeout=_FOREVER, retry_policy=retry)
     route = Route(match=RouteMatch(prefix="/"), route=action)
     return RouteConfiguration(virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=[route])])
@@ -412,6 +418,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--endpoint", type=_checked, action="append", default=[], metavar="IP:PORT", help="an engine; repeatable"
     )
+    parser.add_argument(
+        "--retry-resets", action="store_true", help="try another engine where one breaks off before its answer begins"
+    )
     parser.add_argument("--fail-open", action="store_true", help="serve without the picker while it is down")
     parser.add_argument("--message-timeout", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes)
@@ -445,6 +454,7 @@ def _options(args: argparse.Namespace) -> BootstrapOptions:
         secure=not args.plaintext,
         admin_port=args.admin_port,
         endpoints=tuple(args.endpoint),
+        retry_resets=args.retry_resets,
         fail_open=args.fail_open,
         message_timeout=timedelta(seconds=args.message_timeout),
         max_body_bytes=args.max_body_bytes,

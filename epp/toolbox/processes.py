@@ -108,14 +108,18 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
+    async def kill(self) -> None:
+        """SIGKILL to the whole group; returns once it is dead."""
+        self.signal_group(signal.SIGKILL)
+        await self._process.wait()
+
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL; to the whole group."""
         if self.exit_code is None:
             self.signal_group(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
-        self.signal_group(signal.SIGKILL)
-        await self._process.wait()
+        await self.kill()
 
 
 class Children:
@@ -140,6 +144,10 @@ class Children:
         child = Child(name, process, output, log)
         self._children.append(child)
         return child
+
+    def release(self, child: Child) -> None:
+        """Its end is expected from now on, and the caller's affair."""
+        self._children.remove(child)
 
     def check(self) -> None:
         """Raises `PartFailed` for a child that has ended."""

@@ -30,6 +30,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="about how long each of the two runs of concurrent traffic takes (default: 20)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the traffic; the same seed is the same traffic")
+    parser.add_argument(
+        "--chaos",
+        action="store_true",
+        help="instead: kill, cut and restart engines, event connections and the picker under traffic. Exit code 1 if a "
+        "request failed, a prediction was too high while its feed was live, or a feed was not live again",
+    )
+    parser.add_argument("--faults", type=_between(1, 200), default=12, help="how many, with --chaos (default: 12)")
     parser.add_argument("--keep", action="store_true", help="leave all running until Ctrl-C, and print curl lines")
     parser.add_argument(
         "--json", metavar="FILE", type=_output, help="write all figures to FILE (- for stdout) instead of a table"
@@ -59,6 +66,9 @@ def _output(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 = passed, 1 = not passed, 2 = a part is missing or did not start, 130 = interrupted."""
+    if arguments.chaos and arguments.keep:
+        print("--keep is not for --chaos, whose fleet is left as the last fault has it", file=sys.stderr)
+        return 2
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         print(f"the demo needs {', '.join(missing)}: pip install 'tierpick[demo]'", file=sys.stderr)
         return 2

@@ -42,6 +42,8 @@ class Call:
     cached_tokens: int | None = None
     """None = the answer did not say."""
     text: str = ""
+    served: str = ""
+    """Name of the engine that answered, if it said so."""
 
     @property
     def failed(self) -> bool:
@@ -55,7 +57,7 @@ class Client:
         self.calls: list[Call] = []
         self._http = http
         self._base_url = base_url
-        self._model = model
+        self.model = model
         self._on_done = on_done
 
     async def ask(
@@ -63,7 +65,7 @@ class Client:
     ) -> Call:
         """Send what `history` says now. Failures are recorded on the call, not raised."""
         call = Call(name, what, history.style, history.rendered(), stream)
-        body = history.body(self._model, max_tokens, stream=stream, salt=salt)
+        body = history.body(self.model, max_tokens, stream=stream, salt=salt)
         call.sent_at = time.monotonic()
         try:
             async with self._http.post(
@@ -84,6 +86,7 @@ class Client:
 
 async def _read(response: aiohttp.ClientResponse, call: Call) -> None:
     call.status = response.status
+    call.served = response.headers.get("x-sim-engine", "")
     if response.status != 200:
         call.error = f"HTTP {response.status}: {(await response.text())[:300]}"
         return

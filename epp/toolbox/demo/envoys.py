@@ -19,6 +19,27 @@ def picker_bootstrap(listen_port: int, admin_port: int, picker_port: int) -> dic
             listen=f"{_HOST}:{listen_port}", picker=f"{_HOST}:{picker_port}", secure=False, admin_port=admin_port
         )
     )
+    return _keeping_request_ids(bootstrap)
+
+
+def resilient_bootstrap(listen_port: int, admin_port: int, picker_port: int, engines: Sequence[str]) -> dict[str, Any]:
+    """As an operator has it who wants no request to fail: Envoy knows the engines, tries another one where one breaks
+    off before it has answered, and serves without the picker while that is down."""
+    bootstrap = render(
+        BootstrapOptions(
+            listen=f"{_HOST}:{listen_port}",
+            picker=f"{_HOST}:{picker_port}",
+            secure=False,
+            admin_port=admin_port,
+            endpoints=tuple(engines),
+            retry_resets=True,
+            fail_open=True,
+        )
+    )
+    return _keeping_request_ids(bootstrap)
+
+
+def _keeping_request_ids(bootstrap: dict[str, Any]) -> dict[str, Any]:
     [listener] = bootstrap["static_resources"]["listeners"]
     [manager] = listener["filter_chains"][0]["filters"]
     manager["typed_config"]["preserve_external_request_id"] = True

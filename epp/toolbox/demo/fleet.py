@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epp.toolbox.demo import model
 from epp.toolbox.demo.counters import EngineCounters, parse_counters
 from epp.toolbox.demo.sizes import BLOCK_SIZE, BLOCKS_PER_CHUNK, BYTES_PER_TOKEN, DECODE_MS, Sizes
-from epp.toolbox.processes import Children, PartFailed
+from epp.toolbox.processes import Child, Children, PartFailed
 
 HOST = "127.0.0.1"
 READY_S = 20.0
@@ -40,27 +40,32 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 async def start_engines(children: Children, sizes: Sizes, model_directory: Path) -> list[Engine]:
-    child = await children.start("engines", [
-        sys.executable, "-m", "connector.sim", f"--engines={sizes.engines}", f"--host={HOST}",
-        "--port=0", "--events-port=0", "--replay-port=0",
+    """All in one process, on free ports."""
+    child = await children.start("engines", [*engine_command(sizes, model_directory), f"--engines={sizes.engines}"])
+    return await child.until(lambda: announced(child, sizes.engines), READY_S)
+
+
+def engine_command(sizes: Sizes, model_directory: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "connector.sim", f"--host={HOST}",
         f"--model={model.NAME}", f"--served-model-name={model.NAME}", f"--tokenizer={model_directory}",
         f"--block-size={BLOCK_SIZE}", f"--hbm-blocks={sizes.hbm_blocks}",
         f"--cpu-chunks={sizes.cpu_chunks}", f"--blocks-per-chunk={BLOCKS_PER_CHUNK}", "--storage-chunks=0",
         "--max-num-seqs=16", "--max-num-batched-tokens=512",
         f"--prefill-tokens-per-s={sizes.prefill_tokens_per_s:.0f}", f"--decode-ms={DECODE_MS:g}",
         f"--cpu-gbps={sizes.cpu_gbps:.3f}", f"--bytes-per-token={BYTES_PER_TOKEN}",
-    ])  # fmt: skip
+    ]  # fmt: skip
 
-    async def announced() -> list[Engine] | None:
-        lines = child.output.read_bytes().split(b"\n")[:-1]  # what follows the last newline is still being written
-        engines = [msgspec.json.decode(line, type=Engine) for line in lines if line.startswith(b"{")]
-        return engines if len(engines) == sizes.engines else None
 
-    return await child.until(announced, READY_S)
+async def announced(child: Child, count: int) -> list[Engine] | None:
+    """The engines of a process, once it has printed `count` of them."""
+    lines = child.output.read_bytes().split(b"\n")[:-1]  # what follows the last newline is still being written
+    engines = [msgspec.json.decode(line, type=Engine) for line in lines if line.startswith(b"{")]
+    return engines if len(engines) == count else None
 
 
 def write_endpoints(path: Path, engines: Sequence[Engine]) -> None:
-    """The file that the picker's file discovery reads."""
+    """The file that the picker's file discovery reads; replaced at once, as it may be reading it."""
     endpoints = []
     for engine in engines:
         address, port = engine.http.rsplit(":", 1)
@@ -68,7 +73,9 @@ def write_endpoints(path: Path, engines: Sequence[Engine]) -> None:
             "name": engine.name, "address": address, "port": port,
             "kvEventsEndpoint": engine.events, "kvReplayEndpoint": engine.replay,
         })  # fmt: skip
-    path.write_text(json.dumps({"endpoints": endpoints}))
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps({"endpoints": endpoints}))
+    written.rename(path)
 
 
 class PickerPorts(NamedTuple):
@@ -79,15 +86,22 @@ class PickerPorts(NamedTuple):
 
 async def start_picker(
     children: Children, http: aiohttp.ClientSession, config: Path, ports: PickerPorts, decisions: int
-) -> None:
+) -> Child:
     """Ready = its health service says so, and it has heard from every engine."""
+    child = await launch_picker(children, config, ports, decisions)
+    await child.until(lambda: hears_all(http, ports.metrics), READY_S)
+    return child
+
+
+async def launch_picker(children: Children, config: Path, ports: PickerPorts, decisions: int) -> Child:
+    """Returns once its health service says that it is ready."""
     child = await children.start("picker", [
         sys.executable, "-m", "epp.cli", f"--config-file={config}", f"--bind={HOST}", "--secure-serving=false",
         f"--grpc-port={ports.grpc}", f"--grpc-health-port={ports.health}", f"--metrics-port={ports.metrics}",
         f"--decisions={decisions}", "--drain-timeout=0",
     ])  # fmt: skip
     await child.until(lambda: _serving(ports.health), READY_S)
-    await child.until(lambda: hears_all(http, ports.metrics), READY_S)
+    return child
 
 
 async def until_quiet(http: aiohttp.ClientSession, metrics_port: int) -> None:

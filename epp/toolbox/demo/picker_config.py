@@ -10,14 +10,20 @@ import yaml
 import epp
 from epp.toolbox.processes import PartFailed
 
+_PICKER = "max-score-picker"
 READY_CONFIG = Path(epp.__file__).parent.parent / "config" / "standalone.yaml"
 
 
-def picker_config(ready: str, endpoints: Path, tokenizer: Path) -> str:
-    """`ready` is the YAML of a configuration that finds endpoints in a file and tokenizes locally. Pure."""
+def picker_config(ready: str, endpoints: Path, tokenizer: Path, picked: int = 1) -> str:
+    """`ready` is the YAML of a configuration that finds endpoints in a file and tokenizes locally. `picked` endpoints
+    are named for each request: all but the first for the case that those before do not answer. Pure."""
     config: dict[str, Any] = yaml.safe_load(ready)
     _parameters(config, "file-discovery")["path"] = str(endpoints)
     _parameters(config, "token-producer")["tokenizerPath"] = str(tokenizer)
+    if picked > 1:
+        config["plugins"].append({"type": _PICKER, "parameters": {"maxNumOfEndpoints": picked}})
+        for profile in config["schedulingProfiles"]:
+            profile["plugins"].append({"pluginRef": _PICKER})
     return yaml.safe_dump(config, sort_keys=False)
 
 
@@ -28,10 +34,10 @@ def _parameters(config: dict[str, Any], plugin_type: str) -> dict[str, Any]:
     return parameters
 
 
-def write_picker_config(path: Path, endpoints: Path, tokenizer: Path) -> None:
+def write_picker_config(path: Path, endpoints: Path, tokenizer: Path, picked: int = 1) -> None:
     """Raises `PartFailed` where the ready configuration is not beside the package, as in a source checkout it is."""
     try:
         ready = READY_CONFIG.read_text()
     except OSError as error:
         raise PartFailed("picker", f"its ready configuration cannot be read: {error}") from error
-    path.write_text(picker_config(ready, endpoints, tokenizer))
+    path.write_text(picker_config(ready, endpoints, tokenizer, picked))

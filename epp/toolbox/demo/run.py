@@ -16,13 +16,16 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from epp.toolbox.demo import model
+from epp.toolbox.demo.chaos import figures as chaos_figures
+from epp.toolbox.demo.chaos import report as chaos_report
+from epp.toolbox.demo.chaos.run import chaos
 from epp.toolbox.demo.drive import Call, Client, run_moves, run_plan
 from epp.toolbox.demo.figures import Report, Traffic, as_json, predictions, traffic
 from epp.toolbox.demo.keep import curl_lines
@@ -90,6 +93,16 @@ def _token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 async def _demo(arguments: argparse.Namespace, screen: Screen) -> int:
     _end_on_sigterm()
+    return await (_chaos if arguments.chaos else _comparison)(arguments, screen)
+
+
+async def _chaos(arguments: argparse.Namespace, screen: Screen) -> int:
+    report = await chaos(arguments, screen)
+    _emit(arguments.json, chaos_figures.as_json(report), lambda console: chaos_report.show(report, console))
+    return 0 if report.passed else 1
+
+
+async def _comparison(arguments: argparse.Namespace, screen: Screen) -> int:
     with tempfile.TemporaryDirectory(prefix="tierpick-demo-") as directory:
         root = Path(directory)
         workload = prepare(root / "model", arguments.seed, arguments.seconds, arguments.engines)
@@ -115,7 +128,7 @@ async def _phases(
     decisions = workload.plan.requests + len(workload.moves) + SPARE_DECISIONS
     async with picker_stack(root / "tierpick", http, workload.sizes, workload.model_directory, decisions) as stack:
         report = await _picker_phases(arguments.seed, stack, workload, screen, round_robin)
-        _emit(report, arguments.json)
+        _emit(arguments.json, as_json(report), lambda console: show(report, console))
         if not report.passed:
             screen.quote(stack.logs())
         if arguments.keep:
@@ -183,11 +196,11 @@ async def _while_all_run(stack: Stack, work: Awaitable[T]) -> T:
     return task.result()
 
 
-def _emit(report: Report, file: str | None) -> None:
+def _emit(file: str | None, figures: Mapping[str, Any], show: Callable[[Console], None]) -> None:
     if file is None:
-        show(report, Console())
+        show(Console())
         return
-    text = json.dumps(as_json(report), indent=1) + "\n"
+    text = json.dumps(figures, indent=1) + "\n"
     if file == "-":
         sys.stdout.write(text)
         sys.stdout.flush()

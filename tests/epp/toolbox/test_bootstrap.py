@@ -51,6 +51,22 @@ def test_fail_open_needs_endpoints(capsys):
     assert "endpoints" in capsys.readouterr().err
 
 
+def test_retries_need_endpoints(capsys):
+    assert run("--retry-resets") == 2
+    assert "endpoints" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("retry_resets", [False, True])
+def test_a_broken_connection_is_retried_only_on_request(retry_resets):
+    rendered = render(BootstrapOptions(endpoints=("10.0.0.1:8000",), retry_resets=retry_resets))
+    [listener] = rendered["static_resources"]["listeners"]
+    [manager] = listener["filter_chains"][0]["filters"]
+    [host] = manager["typed_config"]["route_config"]["virtual_hosts"]
+    conditions = host["routes"][0]["route"]["retry_policy"]["retry_on"].split(",")
+    assert "connect-failure" in conditions
+    assert ("reset" in conditions) == retry_resets
+
+
 @pytest.mark.parametrize("address", ["8081", "host", ":1", "host:http"])
 def test_a_bad_address_is_refused(address, capsys):
     with pytest.raises(SystemExit):

@@ -190,3 +190,12 @@ def test_tail_is_the_last_lines_only(tmp_path: Path) -> None:
     path.write_text("".join(f"line {i}\n" for i in range(100_000)))
     assert tail(path, 2) == "line 99998\nline 99999"
     assert tail(tmp_path / "absent") == ""
+
+
+async def test_a_child_that_is_killed_on_purpose_does_not_fail_the_others(tmp_path: Path) -> None:
+    async with Children(tmp_path) as children:
+        child = await children.start("sleeper", SLEEPER)
+        children.release(child)
+        await child.kill()
+        assert child.exit_code == -signal.SIGKILL
+        children.check()

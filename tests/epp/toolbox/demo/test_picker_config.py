@@ -23,6 +23,15 @@ def test_only_the_two_paths_differ_from_the_ready_configuration(tmp_path: Path) 
     assert {**written, "plugins": []} == {**ready, "plugins": []}
 
 
+def test_further_endpoints_can_be_named_for_retries(tmp_path: Path) -> None:
+    ready = picker_config.READY_CONFIG.read_text()
+    config = yaml.safe_load(picker_config.picker_config(ready, tmp_path, tmp_path, picked=3))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert config["plugins"][-1] == {"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 3}}
+    assert config["schedulingProfiles"][0]["plugins"][-1] == {"pluginRef": "max-score-picker"}
+
+
 def test_a_missing_ready_configuration_is_a_failed_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picker_config, "READY_CONFIG", tmp_path / "absent.yaml")
     with pytest.raises(PartFailed, match=r"picker: its ready configuration cannot be read: .*absent.yaml"):

@@ -18,7 +18,7 @@ NEXT_READY := $(NEXT)/.ready
 endif
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-vllm lint bench proto schema lock clean
+.PHONY: demo test test-vllm fuzz lint bench proto schema lock clean
 
 demo: $(READY)
 	$(BIN)/tierpick demo $(ARGS)
@@ -27,10 +27,15 @@ test: $(READY) $(VLLM_READY) $(NEXT_READY)
 	$(WITH_VLLM) $(BIN)/pytest --ignore=tests/connector/vllm $(ARGS)
 	$(VLLM_BIN)/python -m pytest tests/connector/vllm
 
-# Only what needs a real vLLM; prints a line a proof and writes vllm-report.json.
+# Only what needs a real vLLM, and more of it; prints a line a proof and writes vllm-report.json.
 test-vllm: $(READY) $(VLLM_READY) $(NEXT_READY)
-	$(WITH_VLLM) $(BIN)/pytest tests/vllm $(ARGS)
+	VLLM_LONG=1 $(WITH_VLLM) $(BIN)/pytest tests/vllm $(ARGS)
 	$(VLLM_BIN)/python -m pytest tests/connector/vllm
+
+# A million hostile inputs against everything that reads what others send.
+# ARGS: --inputs=N, --seconds=S, --seed=X, --target=NAME, --findings=DIR, --atheris=NAME (if it is installed).
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -15,6 +15,9 @@ STOCK = Kind("stock-chunks-of-2", connector="stock", blocks_per_chunk=2)
 NEXT = Kind("tierpick-on-newer-vllm", connector="ours", blocks_per_chunk=2, pythonpath=os.environ.get("VLLM_NEXT", ""))
 """Where `VLLM_NEXT` names a directory made by overlay.py."""
 
+LONG = bool(os.environ.get("VLLM_LONG"))
+"""`make test-vllm` asks for more of everything than the test suite has time for."""
+
 OURS = (SHARED, STORAGE, CHUNKS_4)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ..envoy.chain import until
 from .fleet import POLL_S
-from .kinds import NEXT, OURS, STOCK, fleets, with_newer
+from .kinds import LONG, NEXT, OURS, STOCK, fleets, with_newer
 from .traffic import SALTS, Traffic, completion
 
 pytestmark = [
@@ -19,11 +19,11 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-SEQUENTIAL = 600
+SEQUENTIAL = 600 if LONG else 250
 SEQUENTIAL_ON_NEWER = 200
-BURSTS, BURST, AFTER_BURST = 5, 40, 80
-SALTED = 200
-RESETS = 20
+BURSTS, BURST, AFTER_BURST = 5 if LONG else 2, 40, 80
+SALTED = 200 if LONG else 80
+RESETS = 20 if LONG else 8
 COMPARED = 150
 
 

@@ -9,7 +9,7 @@ import pytest
 from epp.toolbox.demo.traffic import prose
 
 from .engines import HBM_BLOCKS
-from .kinds import CHUNKS_4, STOCK, STORAGE, fleets
+from .kinds import CHUNKS_4, LONG, STOCK, STORAGE, fleets
 from .tiny_model import BLOCK_SIZE
 from .traffic import chat, completion
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-CONVERSATIONS = 10
+CONVERSATIONS = 10 if LONG else 5
 
 
 @fleets(STORAGE, CHUNKS_4, STOCK)

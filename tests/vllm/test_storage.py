@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ..envoy.chain import until
-from .kinds import SHARED, STORAGE, fleets
+from .kinds import LONG, SHARED, STORAGE, fleets
 from .traffic import completion
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 
 PROMPTS = 20
 """Of 4 blocks each: more than CPU RAM holds, so that in turns each has to come from a file."""
-ROUNDS = 5
+ROUNDS = 5 if LONG else 3
 
 
 @pytest.fixture(scope="session")

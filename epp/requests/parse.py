@@ -44,7 +44,7 @@ def parse(
         request.unscored = "path"
         if len(body) <= _PEEK_BYTES:
             _peek(request)
-    elif body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+    elif len(body) > MAX_CONTAINERS < body.count(b"[") + body.count(b"{"):  # short bodies need not be counted
         request.unscored = "too many values"
         _peek(request)
     else:

@@ -134,6 +134,11 @@ class Doubts:
             return State.UNSURE, "nothing heard yet"
         return State.UNSURE, self.why_incomplete or f"joined at batch {numbers.since}"
 
+    def is_current(self, told: Told, *, late: bool) -> bool:
+        """Is what the picture shows still true, as far as anybody can know?"""
+        waiting = bool(told.heartbeat) and self.heard_at < self.connected_at
+        return self.is_connected and not (self.is_silent or self.is_doubtful or waiting or late)
+
     def trust(self, numbers: SequenceTracker, now: float, *, late: bool) -> float:
         """0 to 1: what a block that the picture shows is worth, of what it would be worth if the picture were live."""
         if not self.is_connected:

@@ -292,9 +292,7 @@ class SharedFeed:
     ) -> None:
         """Raises ZMQError if `endpoint` cannot be bound. `drained` is called whenever all that had come was read."""
         self._hub = hub
-        self._find = find
-        self.unknown = 0
-        """Messages of pods that are not in the fleet."""
+        self._topics = Topics(find)
         self._socket = subscriber(hub.context, topic, hub.curve)
         try:
             self._socket.bind(endpoint)
@@ -303,7 +301,12 @@ class SharedFeed:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """As bound: with the port, where `endpoint` left it open."""
-        hub.reader.add(self._socket, self._receive, drained=drained)
+        hub.reader.add(self._socket, self._topics.receive, drained=drained)
+
+    @property
+    def unknown(self) -> int:
+        """Messages of pods that are not in the fleet."""
+        return self._topics.unknown
 
     def close(self) -> None:
         self._hub.reader.close(self._socket)
@@ -312,7 +315,16 @@ class SharedFeed:
         """Read what has come, soon; `drained` is called in any case."""
         self._hub.reader.wake(self._socket)
 
-    def _receive(self, frames: list[bytes]) -> None:
+
+class Topics:
+    """Messages of all engines, each handed to the feed that its topic names."""
+
+    def __init__(self, find: Callable[[str], Feed | None]) -> None:
+        self._find = find
+        self.unknown = 0
+        """Messages of pods without a feed."""
+
+    def receive(self, frames: list[bytes]) -> None:
         pod = parse_topic(frames[0].decode("utf-8", "replace"))[0]
         feed = self._find(pod)
         if feed is None:

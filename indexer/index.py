@@ -20,17 +20,13 @@ from heapq import heappop, heappush
 from typing import Any
 
 from indexer.hashes import HashKeys
-from indexer.keys import block_key, root_key
 from indexer.lane import Lane, each_bit
 from indexer.memory import Memory
+from indexer.names import Names
 from indexer.order import Order
 from indexer.pool import Pool
 from indexer.residency import Residency
 
-MAX_MODELS = 4096
-"""Names of models and adapters that are told apart."""
-NAMED_TIERS = frozenset({"gpu", "cpu", "storage"})
-MAX_OTHER_TIERS = 8
 MAX_RETIRED = 4096
 """Retired bits that wait for a sweep; one more and they are swept at once, so masks stay short whoever forgets to."""
 SLICE = 1024
@@ -44,8 +40,9 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
         """Block key → mask of the lanes that hold it; never 0. Always the same object."""
-        self.roots: dict[str, int] = {}
-        """Every model and adapter name seen → root of its chains."""
+        self.names = Names()
+        self.roots = self.names.roots
+        """Every model and adapter name that is known → root of its chains."""
         self.plans: dict[tuple[Residency, ...], Any] = {}
         """For match.py: what it derives from lanes, block sizes and models; emptied whenever those change."""
         self.budget = 0
@@ -60,7 +57,6 @@ class PrefixIndex:
         self.publishers: set[Residency] = set()
         self.pools: dict[tuple[str, str, str], Pool] = {}
         """By tier, name and model."""
-        self._other_tiers: set[str] = set()
         self._hashes: dict[str, HashKeys] = {}
         self._free_bits: list[int] = []
         self._next_bit = 0
@@ -77,7 +73,7 @@ class PrefixIndex:
         return residency
 
     def knows_model(self, name: str) -> bool:
-        """Has this name been seen, as a topic's model or as an adapter?"""
+        """Is this name known, as a topic's model or as an adapter?"""
         return name in self.roots
 
     def __len__(self) -> int:
@@ -99,18 +95,10 @@ class PrefixIndex:
         """Lanes, block sizes or models are no longer what they were."""
         self.plans.clear()
 
-    def root(self, name: str) -> int | None:
-        """Root of a model's or adapter's chains; None if there are too many names to tell them apart."""
-        root = self.roots.get(name)
-        if root is None and len(self.roots) < MAX_MODELS:
-            root = self.roots[name] = root_key(name)
-        return root
-
     def renew(self, name: str) -> None:
         """The adapter of this name is another one than before: what is held of it counts no more."""
-        root = self.roots.get(name)
-        if root is not None and all(publisher.model != name for publisher in self.publishers):
-            self.roots[name] = block_key(b"", root)
+        if all(publisher.model != name for publisher in self.publishers):
+            self.names.renew(name)
 
     def hash_tables(self) -> list[HashKeys]:
         return [*self._hashes.values(), *(publisher.own_hashes for publisher in self.publishers)]
@@ -136,18 +124,18 @@ class PrefixIndex:
             pool.clear()
             del self.pools[pool.tier, pool.name, pool.model]
 
-    def open_lane(self, tier: str, *, counts_copies: bool = True) -> Lane | None:
-        """None if there are too many tiers of media without a name here."""
-        if tier not in NAMED_TIERS and tier not in self._other_tiers:
-            if len(self._other_tiers) >= MAX_OTHER_TIERS:
-                return None
-            self._other_tiers.add(tier)
+    def open_lane(self, tier: str, *, counts_copies: bool = True) -> Lane:
         self.changed()
         lane = Lane(self.masks, 1 << self._take_bit(), counts_copies=counts_copies)
         self.lanes[lane.bit] = lane
         if tier == "gpu":
             self.gpu_bits |= lane.bit
         return lane
+
+    @property
+    def width(self) -> int:
+        """Bits that lanes have or had, at most."""
+        return self._next_bit
 
     def _take_bit(self) -> int:
         if self._free_bits:

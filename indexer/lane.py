@@ -1,4 +1,4 @@
-"""A lane: a publisher's (or a pool's) blocks in one tier and one KV-cache group, as a bit of the index's masks."""
+"""A lane: a publisher's blocks in one tier and one KV-cache group, as a bit of the index's masks."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def match(index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency]) 
     zeros = [0] * len(residencies)
     result = Match(residencies, zeros, zeros[:], zeros[:], zeros[:])
     for group in plan(index, residencies):
-        keys = prompt.keys(group.block_size, index.roots.get(prompt.model, group.root))
+        unknown = group.alias_root if prompt.model else group.root
+        keys = prompt.keys(group.block_size, index.roots.get(prompt.model, unknown))
         index.asked(keys)
         if keys and (group.first or group.sharers):
             ends = walk(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result.gpu)
@@ -150,7 +151,7 @@ def _runs(group: Group, masks: Mapping[int, int], keys: list[int]) -> Sequence[t
     end, size = 0, group.chunk
     for mask, run in groupby(map(masks.get, keys[size - 1 :: size])):
         end += size * len(list(run))
-        missing = group.low & ~(mask or 0)
+        missing = group.lacking(mask or 0)
         if runs and runs[-1][1] == missing:
             runs.pop()
         runs.append((end, missing))

@@ -47,7 +47,7 @@ class Memory:
             "copies": sum(sized(lane.surplus, INT) for lane in index.lanes.values() if lane.surplus),
             "parking": sum(parking.bytes for parking in self._parkings()),
             "asked": self._order.held * (ENTRY + INT) + self._moved * INT,
-            "publishers": len(index.publishers) * PUBLISHER + sized(index.roots, 4 * INT),
+            "publishers": len(index.publishers) * PUBLISHER + index.names.bytes,
             # a table is rebuilt beside itself
             "rebuild": max(sys.getsizeof(masks), *(sys.getsizeof(table.keys) for table in tables), 0),
         }

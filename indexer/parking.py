@@ -70,6 +70,14 @@ class Parking:
             self._take(lane, block_hash)
         return True
 
+    def has_claims(self, lane: Lane) -> bool:
+        return bool(self._claims.get(lane))
+
+    def unclaim_all(self, block_hash: int, bits: int) -> None:
+        """None of the lanes with these bits has it any more."""
+        for lane in [lane for lane in self._claims if lane.bit & bits]:
+            self._take(lane, block_hash)
+
     def _take(self, lane: Lane, block_hash: int) -> int:
         """All copies."""
         copies = self._claims[lane].pop(block_hash, 0)

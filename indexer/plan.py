@@ -30,7 +30,8 @@ class Stage:
     """Position among the candidates."""
     tier: str
     bits: int
-    """A block counts if it has all of them (several: one a KV-cache group)."""
+    """A block counts if it has all of them (several: one a KV-cache group). Of a store that others share, a bit that
+    stands for it (`Group.stores`)."""
     next: Stage | None
 
 
@@ -74,7 +75,11 @@ class Group:
     block_size: int
     root: int
     """Of the base model's chains."""
+    alias_root: int
+    """Of the chains for names that are not known."""
     chunk: int
+    beyond: int
+    """The first bit that no lane has."""
     first: int = 0
     """Bits of every member's first stage."""
     gpu: int = 0
@@ -92,9 +97,12 @@ class Group:
     thinned: dict[int, int] = field(default_factory=dict)
     """Member → blocks by which a load from below may turn out shorter. The index has forgotten some of its HBM blocks:
     where its run seems to end the real one may go on, and end too near to the load's end for a whole chunk."""
+    stores: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Of each store that several publishers share: of which bits a block must have one each, and a bit beyond those of
+    lanes for blocks that do."""
     sharers: list[int] = field(default_factory=list)
-    """Members with a store that others share. Its bit cannot tell the walk whose stage has ended, so those stages are
-    no part of it."""
+    """Members with such a store. Its bit cannot tell the walk whose stage has ended, so those stages are no part of
+    it."""
     ended: dict[int, Ended] = field(default_factory=dict)
     """What `end` found before."""
     _stages: dict[int, Stage] = field(default_factory=dict)
@@ -107,10 +115,13 @@ class Group:
         stage: Stage | None = None
         below: list[Stage] = []
         for tier in sorted(residency.tiers(), key=_rank, reverse=True):
-            if residency.shares(tier):
-                below.append(Stage(member, tier, residency.bits(tier), None))
+            needs = residency.needs(tier)
+            if not needs:
                 continue
-            stage = Stage(member, tier, residency.bits(tier), stage)
+            if residency.shares(tier):
+                below.append(Stage(member, tier, self._store(needs), None))
+                continue
+            stage = Stage(member, tier, sum(needs), stage)
             self._stages.update(dict.fromkeys(_each(stage.bits), stage))
             if tier == "gpu":
                 self.gpu |= stage.bits
@@ -125,6 +136,20 @@ class Group:
         self.low |= _union(stage.bits for stage in below)
         if any(map(residency.shares, (stage.tier for stage in below))):
             self.sharers.append(member)
+
+    def _store(self, needs: Sequence[int]) -> int:
+        return self.stores.setdefault(tuple(needs), self.beyond << len(self.stores))
+
+    def lacking(self, mask: int) -> int:
+        """Bits of the stages below HBM that a block with this mask lacks."""
+        lacking = self.low & ~mask
+        for needs, bit in self.stores.items():
+            for need in needs:
+                if not mask & need:
+                    break
+            else:
+                lacking ^= bit
+        return lacking
 
     def end(self, bits: int) -> Ended:
         """The stages with any of these bits. Remembered, as the same sets of endpoints share prefixes again and again:
@@ -148,17 +173,17 @@ def plan(index: PrefixIndex, residencies: Sequence[Residency]) -> Sequence[Group
     if groups is None:
         if len(index.plans) >= MAX_PLANS:
             index.plans.clear()
-        groups = index.plans[candidates] = _groups(candidates)
+        groups = index.plans[candidates] = _groups(candidates, 1 << index.width)
     return groups
 
 
-def _groups(candidates: Sequence[Residency]) -> Sequence[Group]:
-    groups: dict[tuple[int, int, int], Group] = {}
+def _groups(candidates: Sequence[Residency], beyond: int) -> Sequence[Group]:
+    groups: dict[tuple[int, int, int, int], Group] = {}
     for i, residency in enumerate(candidates):
         rule = residency.rule
         if residency.block_size and rule is not None:
-            shape = (residency.block_size, residency.root, residency.blocks_per_chunk)
-            groups.setdefault(shape, Group(*shape)).enter(i, residency, rule)
+            shape = (residency.block_size, residency.root, residency.alias_root, residency.blocks_per_chunk)
+            groups.setdefault(shape, Group(*shape, beyond)).enter(i, residency, rule)
     return list(groups.values())
 
 

@@ -139,13 +139,6 @@ class Rebuild(Recovery):
         self.begun = True
         self.advanced()
 
-    def discard(self) -> None:
-        """The copy has come to nothing. What it put into shared stores may be gone from there by now, and nobody would
-        say so."""
-        if self.used:
-            self.copy.residency.forget()
-        self.copy.residency.close()
-
     def start_over(self, copy: Copy, *, snapshot: bool) -> None:
         self.copy = copy
         self.snapshot = Parts() if snapshot and self.stalls < ATTEMPTS - 1 else None

@@ -13,17 +13,20 @@ Nothing an engine sends raises here; what cannot be used is counted in `skipped`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from itertools import repeat
 from math import gcd
+from operator import or_
 from typing import TYPE_CHECKING
 
 from indexer.groups import Groups, Rule
 from indexer.hashes import HashKeys
-from indexer.keys import block_key, root_key
+from indexer.keys import block_key
 from indexer.lane import Lane
+from indexer.names import NOBODYS, Used
 from indexer.parking import Parking
-from indexer.pool import Pool
+from indexer.pool import Pool, Standing
 from indexer.stored import described_size, keys_after, says_all, usable
 from indexer.vllm_hash import is_unsalted_first_block
 from indexer.wire import BlockRemoved, BlocksCleared, BlockStored, Event, Notes
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
 MAX_SCOPES = 64
 """Kinds of events whose lane is remembered."""
+NAMED_TIERS = frozenset({"gpu", "cpu", "storage"})
+MAX_OTHER_TIERS = 8
+"""Of media without a name here."""
 MAX_HELD = 1 << 22
 """Blocks a lane. Some stores never say what they evict: then everything they said before is forgotten."""
 
@@ -51,10 +57,12 @@ class Residency:
         self.skipped: Counter[str] = Counter()
         """Events not indexed, by reason: a small fixed set."""
         self._index = index
+        self._names = Used(index.names)
         self._lanes: dict[tuple[str, int], Lane] = {}
-        """Its own, by tier and KV-cache group."""
+        """By tier and KV-cache group; in a store that it shares, what it says of it itself."""
         self._pools: dict[str, Pool] = {}
         """By tier, where it shares one."""
+        self._standing = Standing.CURRENT
         self._groups = Groups()
         self._unit = 0
         """Tokens that a key stands for, where some group's blocks are larger; 0 = a block's."""
@@ -74,8 +82,7 @@ class Residency:
     def _bind(self, model: str) -> None:
         self._model = model
         self._shared = self._index.hashes(model)
-        root = self._index.root(model) if model else None
-        self._root = root_key(model) if root is None else root
+        self._root = self._names.base(model)
         self._index.changed()
 
     # --- what is known of the engine
@@ -87,8 +94,8 @@ class Residency:
 
     @model.setter
     def model(self, model: str) -> None:
-        if model != self._model:
-            self.forget()
+        if model != self._model and not self._closed:
+            self.clear()
             former, stores = self._model, {tier: pool.name for tier, pool in self._pools.items()}
             for tier in stores:
                 self.share(tier, None)
@@ -133,75 +140,98 @@ class Residency:
         joined, pool = self._pools.get(tier), pool or None
         if self._closed or pool == (joined and joined.name):
             return
-        if joined is None:
-            self.clear([tier])
-        else:
+        self.clear([tier])
+        if joined is not None:
             del self._pools[tier]
             self._index.leave(joined, self)
         if pool is not None:
             self._pools[tier] = self._index.join(tier, pool, self)
-        self.lanes_changed()
 
     def shares(self, tier: str) -> bool:
         return tier in self._pools
+
+    @property
+    def standing(self) -> Standing:
+        """What its word counts for, to the others of the stores that it shares."""
+        return self._standing
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        if standing is self._standing:
+            return
+        self._standing = standing
+        for tier, pool in self._pools.items():
+            pool.judge(self._lanes_in(tier).values(), standing)
+            self._index.changed()
 
     @property
     def root(self) -> int:
         """Root of the base model's chains."""
         return self._root
 
+    @property
+    def alias_root(self) -> int:
+        """Root of the chains for a name that is not known: the base model's, of which it must be an alias, unless it
+        may be an adapter's that was forgotten."""
+        return self._index.roots[NOBODYS] if self._names.is_forgetful else self._root
+
     def root_for(self, model: str) -> int:
-        """Root of the chains for a request's model: the name's own if any engine ever used it (as its model or an
-        adapter), else this publisher's base model's, of which the name must be an alias."""
-        return self._index.roots.get(model, self._root)
+        """Root of the chains for a request's model ("" = the base model): the name's own if it is known, as a model or
+        an adapter of any engine."""
+        return self._index.roots.get(model, self.alias_root if model else self._root)
 
     # --- what it holds
 
+    def needs(self, tier: str, groups: Iterable[int] | None = None) -> Sequence[int]:
+        """Of the index's masks: a block that has any bit of each of these is in the tier, in these groups (None = those
+        that decide). Empty: nothing is."""
+        pool = self._pools.get(tier)
+        bits = {group: lane.bit for group, lane in self._lanes_in(tier).items()} if pool is None else pool.counted
+        needs = [bits.get(group, 0) for group in (self._deciding(bits) if groups is None else groups)]
+        return needs if all(needs) else []
+
     def bits(self, tier: str, groups: Iterable[int] | None = None) -> int:
-        """Of the index's masks: a block with all of these is in the tier, in these groups (None = those that decide).
-        0: nothing is."""
-        if groups is None:
-            return sum(lane.bit for lane in self._tier_lanes(tier))
-        lanes = self._lanes_in(tier)
-        found = [lanes.get(group) for group in groups]
-        return 0 if None in found else sum(lane.bit for lane in found if lane is not None)
+        """The same together. In a tier of its own a block must have all of them."""
+        return sum(self.needs(tier, groups))
 
     def holds(self, tier: str, key: int) -> bool:
-        bits = self.bits(tier)
-        return bool(bits) and self._index.masks.get(key, 0) & bits == bits
+        needs, mask = self.needs(tier), self._index.masks.get(key, 0)
+        return bool(needs) and all(mask & need for need in needs)
 
     @property
     def rule(self) -> Rule | None:
         """By which the engine reuses blocks; None: no hit is to be expected."""
         pools = self._pools.values()
         others = (member._groups for pool in pools for member in pool.members if member is not self)
-        return self._groups.rule(self.block_size, others, (group for pool in pools for group in pool.lanes))
+        return self._groups.rule(self.block_size, others, (group for pool in pools for group in pool.bits))
 
     def held(self, tier: str) -> int:
         """Blocks in a tier; of several groups, the group's with fewest."""
-        return min((lane.held for lane in self._tier_lanes(tier)), default=0)
+        pool = self._pools.get(tier)
+        return self.claimed(tier) if pool is None else pool.held
+
+    def claimed(self, tier: str) -> int:
+        """The same, of what it says itself."""
+        lanes = self._lanes_in(tier)
+        return min((lanes[group].held if group in lanes else 0 for group in self._deciding(lanes)), default=0)
 
     @property
     def is_thinned(self) -> bool:
         """Has the index forgotten blocks that are, or were, in its HBM?"""
         return any(lane.forgotten for lane in self._lanes_in("gpu").values())
 
-    def _tier_lanes(self, tier: str) -> list[Lane]:
-        """One a KV-cache group, of full attention if there are such. A block is in the tier if it is in all of them."""
-        lanes = self._lanes_in(tier)
-        needed = self._groups.prefix_groups() or lanes
-        return [lanes[group] for group in needed] if all(group in lanes for group in needed) else []
+    def _deciding(self, known: Iterable[int]) -> Iterable[int]:
+        """The KV-cache groups of full attention, if there are such, else all. A block is in a tier if it is in all of
+        these."""
+        return self._groups.prefix_groups() or known
 
     def _lanes_in(self, tier: str) -> dict[int, Lane]:
         """By KV-cache group."""
-        pool = self._pools.get(tier)
-        if pool is not None:
-            return pool.lanes
         return {group: lane for (lane_tier, group), lane in self._lanes.items() if lane_tier == tier}
 
     def tiers(self) -> set[str]:
         """In which anything is or was held."""
-        return {tier for tier, _ in self._lanes} | {tier for tier, pool in self._pools.items() if pool.lanes}
+        return {tier for tier, _ in self._lanes} | {tier for tier, pool in self._pools.items() if pool.bits}
 
     @property
     def parked(self) -> int:
@@ -215,7 +245,7 @@ class Residency:
 
     def counted(self) -> Counter[str]:
         """All its counters but `skipped`, by their names. Only ever up."""
-        names = ("stored_blocks", "removed_blocks", "removed_copies", "skipped_removals")
+        names = ("stored_blocks", "removed_blocks", "removed_copies", "skipped_removals", "dropped")
         return Counter({name: getattr(self, name) for name in names})
 
     # --- events
@@ -231,15 +261,17 @@ class Residency:
                 self._remove(event)
             elif type(event) is BlocksCleared:
                 self.clear(event.tiers)
+                self._empty(event.tiers or ())
 
     def clear(self, tiers: Iterable[str] | None = None) -> None:
-        """Forget what is held in these tiers; None = everything of its own, wherever it is. A store that is shared is
-        emptied only if its tier is named."""
+        """Forget what it holds in these tiers; None = everything. Of shared stores, what it said itself."""
         wanted = None if tiers is None else set(tiers)
         gone = {name: lane for name, lane in self._lanes.items() if wanted is None or name[0] in wanted}
-        for name, lane in gone.items():
-            del self._lanes[name]
+        for (tier, group), lane in gone.items():
+            del self._lanes[tier, group]
             self._index.close_lane(lane)
+            if tier in self._pools:
+                self._pools[tier].closed(group, lane)
         self.lanes_changed()
         if wanted is None:
             self.parking.clear()
@@ -247,8 +279,12 @@ class Residency:
             self._learned_chunk = 0
         elif self.parking and gone:
             self.parking.forget(gone.values())
-        for tier in self._pools.keys() & (wanted or ()):
-            self._pools[tier].clear()
+
+    def _empty(self, tiers: Iterable[str]) -> None:
+        """The stores that it shares, as far as its word counts there."""
+        if self._standing is not Standing.DRAFT:
+            for tier in self._pools.keys() & set(tiers):
+                self._pools[tier].clear()
 
     def restart(self) -> None:
         """Another life of the engine begins: forget everything, and what kind of engine it was too."""
@@ -258,8 +294,7 @@ class Residency:
     def forget(self) -> None:
         """Messages were lost, which may have told of removals: nothing is certain any more, of shared stores either."""
         self.clear()
-        for pool in self._pools.values():
-            pool.clear()
+        self._empty(self._pools)
 
     def close(self) -> None:
         """The endpoint is gone: forget everything. Events that still arrive are ignored."""
@@ -269,6 +304,7 @@ class Residency:
             for pool in self._pools.values():
                 self._index.leave(pool, self)
             self._pools.clear()
+            self._names.close()
             self._index.forget(self)
 
     def _store(self, event: BlockStored) -> None:
@@ -343,7 +379,14 @@ class Residency:
             first = event.tokens[: 4 * event.block_size]
             if event.lora_name or not is_unsalted_first_block(event.hashes[0], first):
                 return None
-        return self._index.root(event.lora_name) if event.lora_name else self._root
+        return self._adapter_root(event.lora_name) if event.lora_name else self._root
+
+    def _adapter_root(self, name: str) -> int | None:
+        """None if there are too many names."""
+        forgetful, root = self._names.is_forgetful, self._names.adapter(name)
+        if forgetful != self._names.is_forgetful:
+            self._index.changed()
+        return root
 
     def _park(self, event: BlockStored, lane: Lane, keys: Sequence[int | None]) -> None:
         parking = self._parking_of(event.tier)
@@ -375,25 +418,43 @@ class Residency:
         return self.parking if pool is None else pool.parking
 
     def _remove(self, event: BlockRemoved) -> None:
-        pool, group = self._pools.get(event.tier), event.group or 0
-        lane = self._lanes.get((event.tier, group)) if pool is None else pool.lanes.get(group)
+        tier, group = event.tier, event.group or 0
+        if tier in self._pools and self._standing is not Standing.DRAFT:
+            self._remove_for_all(event.hashes, self._pools[tier], group)
+            return
+        lane = self._lanes.get((tier, group))
         if lane is None:
             self.skipped_removals += 1
             return
         self.removed_blocks += len(event.hashes)
         hashes, copies = event.hashes, lane.dropped_copies
-        parking = self._parking_of(event.tier)
+        parking = self._parking_of(tier)
         if parking:
             hashes = [block_hash for block_hash in hashes if not parking.unclaim(block_hash, lane)]
+        self._remove_by(lane.remove, hashes)
+        self.removed_copies += lane.dropped_copies - copies
+
+    def _remove_for_all(self, hashes: Sequence[int], pool: Pool, group: int) -> None:
+        bits = pool.bits.get(group, 0)
+        if not bits:
+            self.skipped_removals += 1
+            return
+        self.removed_blocks += len(hashes)
+        if pool.parking:
+            for block_hash in hashes:
+                pool.parking.unclaim_all(block_hash, bits)
+        self._remove_by(partial(pool.remove, bits), hashes)
+
+    def _remove_by(self, remove: Callable[[int], bool], hashes: Sequence[int]) -> None:
+        """`remove` says of a key whether its last holder of all is gone."""
         own = self.own_hashes.keys
         self._release(
             [
                 block_hash
                 for block_hash, key in zip(hashes, self._keys(hashes), strict=True)
-                if key is not None and (lane.remove(key) or block_hash in own)
+                if key is not None and (remove(key) or block_hash in own)
             ]
         )
-        self.removed_copies += lane.dropped_copies - copies
 
     # --- which events count
 
@@ -429,7 +490,7 @@ class Residency:
         problem = self._groups.problem(event)
         if problem:
             return problem
-        if event.lora_name and self._index.root(event.lora_name) is None:
+        if event.lora_name and self._adapter_root(event.lora_name) is None:
             return "too_many_models"
         return "" if self._fits(event) else "other_block_size"
 
@@ -450,13 +511,21 @@ class Residency:
         return not self._sized_by_hbm and not any(lane.held for lane in self._lanes.values())
 
     def _lane(self, tier: str, group: int) -> Lane | None:
-        pool = self._pools.get(tier)
-        if pool is not None:
-            return pool.lane(group)
-        lane = self._lanes.get((tier, group)) or self._index.open_lane(tier)
-        if lane is not None:
-            self._lanes[tier, group] = lane
+        lane, pool = self._lanes.get((tier, group)), self._pools.get(tier)
+        if lane is None and (tier in NAMED_TIERS or self._has_room_for(tier)):
+            lane = self._lanes[tier, group] = self._index.open_lane(tier, counts_copies=pool is None)
+            if pool is not None:
+                pool.opened(group, lane, self._standing)
         return lane
+
+    def _has_room_for(self, tier: str) -> bool:
+        """Media that hold nothing any more give way to others."""
+        others = {name for name, _ in self._lanes} - NAMED_TIERS
+        if tier in others or len(others) < MAX_OTHER_TIERS:
+            return True
+        full = {name for (name, _), lane in self._lanes.items() if lane.held or self.parking.has_claims(lane)}
+        self.clear(others - full)
+        return not others <= full
 
     def lanes_changed(self) -> None:
         """Which events belong where has to be found out anew."""
@@ -525,5 +594,6 @@ class Residency:
             self.own_hashes.release(hashes)
 
     def _all_bits(self) -> int:
-        """Of the lanes that it holds anything in, with those that it shares."""
-        return sum(lane.bit for tier in self.tiers() for lane in self._lanes_in(tier).values())
+        """Of the lanes that it holds anything in, with those of the stores that it shares."""
+        shared = (bits for pool in self._pools.values() for bits in pool.bits.values())
+        return reduce(or_, shared, sum(lane.bit for lane in self._lanes.values()))

@@ -55,11 +55,6 @@ class SequenceTracker:
     def complete(self) -> bool:
         return self.since == 0
 
-    @property
-    def empty(self) -> bool:
-        """Nothing is accounted for, or nothing of it counts any more."""
-        return self.since is None or self.last < self.since
-
     def receive(self, seq: int) -> Verdict | Gap:
         """A live message. The very first is accepted whatever its number."""
         if seq == self.last + 1 or self.since is None:

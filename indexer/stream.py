@@ -15,7 +15,8 @@ publisher's replay socket, hanging up, and an alarm clock. The rules, in the ord
   under that number, it is a new life whose numbers have already passed the old ones.
 - Silence says nothing only of a publisher that promised no heartbeats. Where they do not come, the picture is unsure;
   and until the first has come over a new connection, what is published may be passing us by. While messages come late,
-  there is a backlog of them, and the picture is unsure until it is read.
+  there is a backlog of them, and the picture is unsure until it is read. As long as it may be outdated, what it shows
+  of stores that others share counts for nobody (`Residency.standing`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Protocol
 from indexer.counters import Counters
 from indexer.doubts import Delay, Doubts, State
 from indexer.frames import SNAPSHOT, Message, ReplayEnd, live_message, replay_message
+from indexer.pool import Standing
 from indexer.recovery import Allowance, Copy, Parts, Rebuild, Repair
 from indexer.residency import Residency
 from indexer.sequence import Gap, SequenceTracker, Verdict
@@ -77,6 +79,7 @@ class Stream:
         self._clock = clock
         self._copy = Copy(publisher())
         self.residency = self._copy.residency
+        self.residency.standing = Standing.DOUBTED
         self._recovery: Repair | Rebuild | None = None
         self._topic: bytes | None = None
         self._model = ""
@@ -311,6 +314,7 @@ class Stream:
     def _new_copy(self) -> Copy:
         """Empty, but of an engine of which is known what it said of itself: not every batch says it again."""
         copy = Copy(self._publisher())
+        copy.residency.standing = Standing.DRAFT
         copy.residency.told(self.told.notes())
         return copy
 
@@ -510,7 +514,7 @@ class Stream:
             self._failed(recovery, "the publisher does not remember the last batch we had")
         elif recovery.snapshot is None:
             self._end_recovery()
-            if self._copy.numbers.empty:
+            if self._copy.numbers.since is None:
                 self._copy.numbers.skip_to(0)
             self._history_learned()
         else:
@@ -534,7 +538,7 @@ class Stream:
             self._ask(recovery.copy.numbers.last + 1, urgent=True)
         else:
             if not recovery.begun:
-                recovery.discard()
+                recovery.copy.residency.close()
                 recovery.start_over(self._new_copy(), snapshot=self._snapshots)
             self._ask_for(recovery, urgent=True)
 
@@ -585,7 +589,7 @@ class Stream:
         self._rim.hang_up()
         self._rim.alarm(None)
         if isinstance(recovery, Rebuild) and recovery.copy is not keep:
-            recovery.discard()
+            recovery.copy.residency.close()
 
     def alarm(self) -> None:
         recovery = self._recovery
@@ -629,6 +633,9 @@ class Stream:
                 logger.warning("event stream is %s: %s", state.value, reason, extra={"publisher": name})
         self.state, self.reason = state, reason
         self.trust = self._doubts.trust(self._copy.numbers, now, late=self._late)
+        # a repair keeps batches back
+        is_current = self._doubts.is_current(self.told, late=self._late) and not isinstance(self._recovery, Repair)
+        self._copy.residency.standing = Standing.CURRENT if is_current else Standing.DOUBTED
 
     @property
     def _is_learning(self) -> bool:

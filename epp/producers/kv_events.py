@@ -26,6 +26,7 @@ from indexer.budget import capacity
 from indexer.curve import Curve, load_curve
 from indexer.feed import Feed, FeedAddress, Hub, SharedFeed
 from indexer.index import PrefixIndex
+from indexer.names import NOBODYS
 from indexer.residency import Residency
 from indexer.speculative import Speculation
 
@@ -44,9 +45,6 @@ MUTE = 100
 
 POOL_LABELS = {"cpu": "tierpick.ai/cpu-pool", "storage": "tierpick.ai/storage-pool"}
 """Tier → label of endpoints whose engines cannot say that they share it: all with the same value can load from it."""
-
-NOBODYS = "\0"
-"""Stands for all names under which nothing is held."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -137,7 +135,6 @@ class KvEvents:
         self.index.budget = environment.index_budget
         self.speculation = Speculation()
         self.models = ModelNames(self.index.renew)
-        self.index.root(NOBODYS)
         self.feeds: dict[Endpoint, Feed] = {}
         self.config = KvEventsConfig()
         self._configured_by = ""
@@ -197,14 +194,16 @@ class KvEvents:
         return requests if heard == self.feeds[endpoint].counters.messages else 0
 
     def served_as(self, model: str) -> str:
-        """The name whose chains match prompts of a request for `model`: its own, or one that nobody has blocks of, if
-        it may be an adapter that no event has named yet."""
-        if not model or model in self.index.roots:
+        """The name whose chains match prompts of a request for `model`: its own; "" = the base model's; or one that
+        nobody has blocks of, if it may be an adapter that no event has named yet."""
+        if not model or self.index.names.is_used(model):
             return model
         kind = self.models.kind(model)
-        if kind is Kind.ADAPTER and self.index.root(model) is not None:
+        if kind is Kind.BASE:
+            return ""
+        if kind is Kind.ADAPTER and self.index.names.root(model) is not None:
             return model
-        return model if kind in (Kind.BASE, Kind.UNKNOWN) else NOBODYS
+        return model if kind is Kind.UNKNOWN else NOBODYS
 
     # -- the service ------------------------------------------------------------------------------------------------
 

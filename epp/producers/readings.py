@@ -44,6 +44,7 @@ class Totals:
         yield "kv_cache_events_dedup_removed_hashes_forwarded_total", (), removed - copies
         yield "kv_cache_index_evictions_total", (), removed
         yield "kv_cache_index_admissions_total", (), total["stored_blocks"]
+        yield "tierpick_index_dropped_orphans_total", (), total["dropped"]
 
 
 def _skipped(feed: Feed, total: Counter[str]) -> None:

@@ -90,6 +90,9 @@ DECLARED: Mapping[str, _Declared] = {
     "tierpick_index_forgotten_blocks_total": _Declared(
         "counter", "Blocks that the index gave up, the least useful first, to keep to its budget."
     ),
+    "tierpick_index_dropped_orphans_total": _Declared(
+        "counter", "Blocks given up that waited for the event which says what they are, as too many did."
+    ),
     OCCUPANCY: _Declared(
         "gauge", "Fill of a bounded structure; at 1 new entries push out old ones or are refused.", ("name",)
     ),

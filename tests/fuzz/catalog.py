@@ -8,6 +8,7 @@ from tests.fuzz.targets import answers, dataplane, engines, operators, requests,
 TARGETS: Targets = {
     "events": engines.Events,
     "streams": engines.Streams,
+    "shared-socket": engines.SharedSocket,
     "ext-proc-messages": dataplane.Messages,
     "ext-proc-exchanges": dataplane.Exchanges,
     "http-requests": requests.Requests,

@@ -155,6 +155,30 @@ def test_long_prompts(blocks):
     assert found.cpu == [0, 3, 0, 0]
 
 
+@pytest.mark.parametrize("tier", ["gpu", "cpu", "storage"])
+def test_a_prompt_of_120_000_tokens_that_is_all_held_is_found_to_the_last_block(tier):
+    index = PrefixIndex()
+    pod, text, step = index.publisher("pod"), pack(range(120_000)), 500
+    for first in range(0, 7500, step):  # as chunked prefill announces it
+        tokens = text[first * 64 : (first + step) * 64]
+        parent = first - 1 if first else None
+        pod.apply([BlockStored(list(range(first, first + step)), parent, tokens, 16, tier, extras={})])
+    for prompt in (text + pack([1]), text + pack(range(40))):
+        assert match(index, Prompt(prompt), [pod]).cached_tokens(0) == 120_000
+
+
+@pytest.mark.parametrize("hole", [0, 250, 499])
+def test_nothing_behind_a_hole_is_found(hole):
+    text, held = list(range(500 * SIZE)), set(range(500)) - {hole}
+    index = PrefixIndex()
+    pods = {tier: index.publisher(tier) for tier in (*TIERS, "whole")}
+    for tier, pod in pods.items():
+        hold(pod, {name: held if name == tier else set() for name in TIERS}, text)
+    hold(pods["whole"], {"gpu": held, "cpu": {hole}, "storage": set(), "cxl": set()}, text)
+    found = match(index, Prompt(pack([*text, 1])), list(pods.values()))
+    assert [found.blocks(i) for i in range(5)] == [hole, hole, hole, hole, hole + 1]
+
+
 def test_keys_are_computed_once_for_each_size_and_root():
     prompt = Prompt(pack(range(100)))
     assert len(prompt) == 100

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from indexer.index import MAX_MODELS, MAX_OTHER_TIERS, PrefixIndex
+from indexer.index import PrefixIndex
 from indexer.match import Prompt, match
-from indexer.residency import Residency
+from indexer.names import MAX_MODELS
+from indexer.residency import MAX_OTHER_TIERS, Residency
 from indexer.stream import State, Stream
 
 SIZE = 4
@@ -165,6 +166,10 @@ def test_names_without_end_are_kept_within_bounds_and_the_others_go_on(fleet: Fl
     fleet.honest.says(stored(OTHER, [21, 22, 23, 24, 25]))
     assert fleet.found(LONGER, fleet.honest) == (5, 0, 0)
     assert fleet.found([*OTHER, 1], fleet.honest) == (5, 0, 0)
+    fleet.honest.says(stored(OTHER, [31, 32, 33, 34, 35], lora_name="a new name", lora_id=1))
+    fleet.honest.says(stored(PROMPT, medium="a new medium"))
+    assert fleet.found([*OTHER, 1], fleet.honest, "a new name") == (5, 0, 0)
+    assert fleet.honest.residency.held("a new medium") == 5
 
 
 TOKEN = 1234567

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from indexer import recovery
 from indexer import stream as stream_module
 from indexer.frames import SNAPSHOT
+from indexer.pool import Standing
 from indexer.stream import State, Stream
 from indexer.wire import BlockRemoved, BlockStored, Event, Load, Notes, Tier, Tiers
 
@@ -27,7 +28,8 @@ class Held:
         self._model = ""
         self.closed = False
         self.forgotten = False
-        """With what it put into stores that others share."""
+        """With what is in stores that others share."""
+        self.standing = Standing.CURRENT
         self.skipped: Counter[str] = Counter()
         self.hashes: set[int] = set()
         self.told_tiers: Tiers | None = None
@@ -221,6 +223,14 @@ class TestFromTheStart:
         assert (wire.stream.state, wire.question) == (State.SYNCING, SNAPSHOT)
         wire.answer()
         assert wire.stream.state is State.LIVE
+
+    def test_an_empty_memory_does_not_make_up_for_batches_that_could_not_be_read(self) -> None:
+        wire = Wire().connect()
+        wire.stream.replay(END)
+        for seq in range(2):
+            wire.stream.live([TOPIC, seq.to_bytes(8, "big"), b"\xc1"])
+        wire.stream.replay(END)
+        assert (wire.stream.state, wire.stream.last_seq) == (State.UNSURE, 1)
 
     def test_history_is_learned_and_the_topic_names_the_model(self) -> None:
         wire = Wire(joined_late=5).connect()
@@ -616,16 +626,6 @@ class TestRestart:
         wire.answer()
         wire.answer()
         assert (wire.stream.state, wire.held) == (State.LIVE, {100, 101, 102})
-
-    @pytest.mark.parametrize("answered", [0, 2])
-    def test_what_a_rebuild_put_into_shared_stores_is_taken_back_if_it_comes_to_nothing(self, answered: int) -> None:
-        """Its removal from there may be among the batches that it has not come to."""
-        wire = Wire(part=3, joined_late=10).connect()
-        for frames in wire.publisher.answer(SNAPSHOT)[:answered]:
-            wire.stream.replay(frames)
-        wire.stream.disconnected("the connection broke")
-        unfinished = wire.opened[-1]
-        assert (unfinished.closed, unfinished.forgotten) == (True, answered > 0)
 
     def test_nobody_is_asked_while_there_is_no_connection(self) -> None:
         wire = Wire(joined_late=3).connect()
@@ -1148,6 +1148,74 @@ class TestSilence:
         wire.publish([1])
         self.wait(wire, 1e6)
         assert wire.stream.state is State.LIVE
+
+
+class TestStanding:
+    """In a store that others share."""
+
+    def standings(self, wire: Wire) -> list[Standing]:
+        """Of the picture, and of the copies that are being made."""
+        return [residency.standing for residency in wire.opened if not residency.closed]
+
+    def test_a_copy_that_is_being_made_has_none_until_it_has_taken_its_place(self) -> None:
+        wire = Wire(part=3, joined_late=10)
+        assert self.standings(wire) == [Standing.DOUBTED]
+        wire.connect().answer(limit=2, end=False)
+        assert self.standings(wire) == [Standing.CURRENT, Standing.DRAFT]
+        wire.answer(end=False)
+        wire.answer()
+        assert self.standings(wire) == [Standing.CURRENT]
+
+    def test_a_copy_that_comes_to_nothing_never_had_any(self) -> None:
+        wire = Wire(part=3, joined_late=10).connect()
+        wire.answer(limit=2, end=False)
+        wire.stream.disconnected("the connection broke")
+        assert self.standings(wire) == [Standing.DOUBTED]
+        assert wire.opened[-1].standing is Standing.DRAFT
+
+    def test_without_a_connection_and_before_anything_is_heard_over_a_new_one_it_is_doubted(self) -> None:
+        wire = Wire(replay=False).connect()
+        wire.publish([1])
+        assert self.standings(wire) == [Standing.CURRENT]
+        wire.stream.disconnected("the connection broke")
+        assert self.standings(wire) == [Standing.DOUBTED]
+        wire.connect()
+        assert self.standings(wire) == [Standing.DOUBTED]
+        wire.publish([2])
+        assert self.standings(wire) == [Standing.CURRENT]
+
+    def test_while_a_gap_is_repaired_the_picture_is_older_than_what_has_come(self) -> None:
+        wire = live()
+        wire.publish([1])
+        wire.publish([2], lost=True)
+        wire.publish([3])
+        assert self.standings(wire) == [Standing.DOUBTED]
+        wire.answer()
+        assert self.standings(wire) == [Standing.CURRENT]
+
+    def test_a_picture_that_is_only_incomplete_is_current(self) -> None:
+        wire = Wire(replay=False, joined_late=3).connect()
+        wire.publish([3])
+        assert (wire.stream.state, self.standings(wire)) == (State.UNSURE, [Standing.CURRENT])
+
+    def test_silence_and_a_connection_that_no_heartbeat_has_come_over_make_it_doubted(self) -> None:
+        wire = Wire(part=3, joined_late=4, heartbeat=2.0)
+        wire.now = 10.0
+        wire.connect().answer()
+        assert self.standings(wire) == [Standing.DOUBTED]
+        wire.publish()
+        assert self.standings(wire) == [Standing.CURRENT]
+        wire.now += 7.1
+        wire.stream.tick()
+        assert self.standings(wire) == [Standing.DOUBTED]
+
+    def test_a_backlog_makes_it_doubted(self) -> None:
+        wire = live()
+        for took, standing in ((0.25, Standing.CURRENT), (5.0, Standing.DOUBTED), (0.25, Standing.CURRENT)):
+            stamp, seq = 1.7e9 + wire.now, wire.stream.last_seq + 1
+            wire.now += took
+            wire.stream.live([TOPIC, seq.to_bytes(8, "big"), msgspec.msgpack.encode([stamp, [], 0])])
+            assert self.standings(wire) == [standing]
 
 
 class TestWhatIsTold:

@@ -3,8 +3,9 @@
 Somebody holds a block of the prompt: 0.5 for all. Otherwise 1 for the first in line down to 0 for the last: endpoints
 that never took such a prompt come first, then by the time they last did. Only cold picks move an endpoint back.
 
-Places are counted among the candidates, so endpoints that are gone leave no gaps. Endpoints that never took one are
-lined up differently in each process, lest several pickers that start together all begin with the same endpoint.
+Places are counted among the candidates, so endpoints that are gone leave no gaps. Who comes to the address of such a
+one never took a prompt. Endpoints that never did are lined up differently in each process, lest several pickers that
+start together all begin with the same endpoint.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class NoHitLruScorer:
         self._last_turn: OrderedDict[str, int] = OrderedDict()
         self._size = parameters.lru_size
         self._salt = environment.rng.getrandbits(64) | 1
+        environment.fleet.subscribe(self)
 
     def requires(self) -> Sequence[str]:
         return (self._producer,)
@@ -71,6 +73,13 @@ class NoHitLruScorer:
         for profile in (result.target, result.profiles.get(PREFILL)):
             if profile is not None:
                 self._take_turn(profile.picked[0].address)
+
+    def endpoint_added(self, endpoint: Endpoint) -> None: ...
+
+    def endpoint_updated(self, endpoint: Endpoint) -> None: ...
+
+    def endpoint_removed(self, endpoint: Endpoint) -> None:
+        self._last_turn.pop(endpoint.address, None)
 
     def _take_turn(self, address: str) -> None:
         self._last_turn[address] = next(self._turns)

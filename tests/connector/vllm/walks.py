@@ -183,7 +183,7 @@ class Engine:
         self._names = count()
         self.index = PrefixIndex()
         self.residency = self.index.publisher("engine", MODEL)
-        self.index.root(ADAPTER.lora_name)  # known from /v1/models
+        self.index.names.root(ADAPTER.lora_name)  # known from /v1/models
         self.texts = [self._text(40 * self.alignment) for _ in range(3)]
         self._mamba = next((spec for spec in layout.specs if isinstance(spec, MambaSpec)), None)
 

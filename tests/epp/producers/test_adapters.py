@@ -21,12 +21,12 @@ from epp.fleet.endpoint import Endpoint, EndpointSpec
 from epp.fleet.fleet import Fleet
 from epp.fleet.model_names import ModelList
 from epp.fleet.models import ModelSettings, ModelWatcher
-from epp.producers.kv_events import NOBODYS, KvEvents
+from epp.producers.kv_events import KvEvents
 from epp.producers.precise import PrecisePrefixCacheProducer, PrecisePrefixParameters
 from epp.requests.model import InferenceRequest
 from epp.scheduling.plugin import Scheduling
 from epp.telemetry import Telemetry
-from indexer.index import MAX_MODELS
+from indexer.names import MAX_MODELS, NOBODYS
 from indexer.stream import State
 from indexer.wire import BlockStored
 
@@ -213,12 +213,30 @@ class TestWithoutAnEngine:
         self.held(picker, text[: 2 * BLOCK], "poet", seed=300)
         assert picker.predict("poet", text) == 2 * BLOCK
 
-    async def test_where_there_are_more_adapters_than_can_be_told_apart_nothing_is_expected(
-        self, picker: Picker
-    ) -> None:
+    async def test_however_many_adapters_are_listed_only_what_is_held_of_one_is_expected(self, picker: Picker) -> None:
         text, index = prompt(), picker.events.index
         self.held(picker, text)
-        names = {f"lora-{n}": "" for n in range(MAX_MODELS)}
+        names = {f"lora-{n}": "" for n in range(MAX_MODELS + 1)}
         picker.events.models.listed(self.endpoint(picker), ModelList(frozenset([BASE]), names))
         assert {picker.predict(name, text) for name in names} == {0}
         assert len(index.roots) == MAX_MODELS
+        self.held(picker, text, "lora-7", seed=200)
+        assert [picker.predict(name, text) for name in ("lora-6", "lora-7", BASE)] == [0, 4 * BLOCK, 4 * BLOCK]
+
+    async def test_of_a_listed_adapter_for_whose_name_there_is_no_room_nothing_is_expected(
+        self, picker: Picker
+    ) -> None:
+        text, names = prompt(), picker.events.index.names
+        self.held(picker, text)
+        picker.events.models.listed(self.endpoint(picker), ModelList(frozenset([BASE]), {"poet": ""}))
+        for number in range(MAX_MODELS):
+            names.use(f"lora-{number}")
+        assert [picker.predict(name, text) for name in ("poet", BASE)] == [0, 4 * BLOCK]
+
+    async def test_a_name_that_was_a_models_and_is_now_another_name_of_one_is_that(self, picker: Picker) -> None:
+        """After a rollout, in which the engines' topics began to say the model's own name."""
+        text = prompt()
+        picker.events.index.publisher("gone", ALIAS).close()
+        self.held(picker, text)
+        picker.events.models.listed(self.endpoint(picker), ModelList(frozenset([BASE, ALIAS])))
+        assert picker.predict(ALIAS, text) == 4 * BLOCK

@@ -193,15 +193,16 @@ async def test_labels_name_what_engines_share_that_cannot_say_so(
             for engine, name in zip(engines, pools.values(), strict=True)
         )
 
-    def held() -> list[int]:
-        return [feed.residency.held(tier) for feed in events.feeds.values()]
+    def lanes() -> list[int]:
+        """That count for each."""
+        return [feed.residency.bits(tier).bit_count() for feed in events.feeds.values()]
 
     labelled(one="nfs", two="nfs")
     for engine in engines:
         await engine.publish(medium)
-    await until(lambda: held() == [2, 2])
+    await until(lambda: lanes() == [2, 2])
     labelled(one="nfs", two="another")
-    await until(lambda: held() == [2, 0])
+    await until(lambda: lanes() == [1, 0])
 
 
 async def test_a_bound_socket_tells_engines_apart_by_topic(environment: Environment) -> None:
@@ -442,6 +443,7 @@ class TestStreamedLoad:
         assert parts == dict(events.index.memory())
         assert value("tierpick_index_budget_bytes") == events.index.budget
         assert value("tierpick_index_forgotten_blocks_total") == 0
+        assert value("tierpick_index_dropped_orphans_total") == 0
 
 
 WITHOUT_SCRAPING = """

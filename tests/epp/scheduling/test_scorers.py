@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from epp.fleet.endpoint import Endpoint
+from epp.config.environment import Environment
+from epp.fleet.endpoint import Endpoint, EndpointSpec
 from epp.scheduling.plugin import ProfileResult, Scheduling, SchedulingResult
 
 Build = Callable[..., Any]
@@ -156,6 +157,23 @@ class TestNoHitLruScorer:
             self.send(scorer, scheduling_of(endpoints), endpoint)
         assert scorer.score(scheduling_of(endpoints), endpoints) == [1.0, 0.5, 0.0]
         assert len(scorer._last_turn) == 2
+
+    def test_a_new_pod_at_an_old_address_never_had_a_turn(
+        self, build: Build, environment: Environment, scheduling_of: SchedulingOf
+    ) -> None:
+        fleet, scorer = environment.fleet, build("no-hit-lru-scorer")
+
+        def scores_after(*pods: str) -> dict[str, float]:
+            fleet.apply([EndpointSpec(f"10.0.0.{number}:8000", uid=uid) for number, uid in enumerate(pods)])
+            scores = scorer.score(scheduling_of(fleet.endpoints), fleet.endpoints)
+            return {e.spec.uid: score for e, score in zip(fleet.endpoints, scores, strict=True)}
+
+        scores_after("a", "b", "c")
+        for endpoint in fleet.endpoints:
+            self.send(scorer, scheduling_of(fleet.endpoints), endpoint)
+        assert scores_after("new", "b", "c") == {"new": 1.0, "b": 0.5, "c": 0.0}
+        scores_after()
+        assert not scorer._last_turn
 
     def test_pickers_that_start_together_do_not_begin_alike(
         self, build: Build, fleet_of: FleetOf, scheduling_of: SchedulingOf

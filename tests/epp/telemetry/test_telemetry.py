@@ -118,6 +118,7 @@ OURS = {
     "tierpick_index_memory_bytes": "part",
     "tierpick_index_budget_bytes": "",
     "tierpick_index_forgotten_blocks_total": "",
+    "tierpick_index_dropped_orphans_total": "",
     "tierpick_tier_held_blocks": "pod_identifier tier",
     "tierpick_tier_capacity_blocks": "pod_identifier tier",
 }

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
-from indexer.index import MAX_MODELS, PrefixIndex
+from indexer.feed import Feed, FeedAddress, Topics
+from indexer.index import PrefixIndex
 from indexer.match import Prompt, match
+from indexer.names import MAX_MODELS
 from indexer.parking import CLAIM, MAX_BLOCKS, MAX_BYTES
 from indexer.residency import Residency
 from indexer.stream import State, Stream
@@ -167,11 +169,6 @@ class Fleet:
         self._honest.apply([held])
         self._prompts = [Prompt(PROMPT, "model"), Prompt(PROMPT, "sql", "salt")]
 
-    @property
-    def is_worn(self) -> bool:
-        """Names of models are never forgotten: time for a new one."""
-        return len(self.index.roots) > MAX_MODELS // 2
-
     def check(self, residency: Residency) -> None:
         for prompt in self._prompts:
             found = match(self.index, prompt, [residency, self._honest])
@@ -183,11 +180,7 @@ class Fleet:
 
     def _check_lanes(self, residency: Residency) -> None:
         masks = self.index.masks
-        lanes = [
-            *residency._lanes.values(),
-            *(lane for pool in residency._pools.values() for lane in pool.lanes.values()),
-        ]
-        for lane in lanes:
+        for lane in residency._lanes.values():
             assert lane.held == sum(bool(mask & lane.bit) for mask in masks.values())
             assert all(count > 0 and masks.get(key, 0) & lane.bit for key, count in lane.surplus.items())
         assert all(masks.values())
@@ -220,8 +213,6 @@ class Events(Target):
         return tuple(batch(source) for _ in range(source.pick((1, 1, 2, 5))))
 
     def run(self, script: Script) -> bool:
-        if self._fleet.is_worn:
-            self._fleet = Fleet()
         residency = self._fleet.index.publisher("hostile", "model")
         accepted = [self._apply(residency, payload) for payload in script]
         self._fleet.check(residency)
@@ -318,8 +309,6 @@ class Streams(Target):
         return source.pick(([b"", topic, sequence, payload], [b"", sequence, payload], [sequence, payload]))
 
     def run(self, script: Script) -> bool:
-        if self._fleet.is_worn:
-            self._fleet = Fleet()
         stream = Stream(lambda: self._fleet.index.publisher("hostile"), Rim(), replayable=True, clock=lambda: self._now)
         for piece in script:
             self._step(stream, piece)
@@ -349,3 +338,44 @@ class Streams(Target):
         assert len(stream.counters.skipped) < 10
         assert len(str(stream.reason)) < 1000
         assert str(CANARY_TOKEN) not in str(stream.reason)
+
+
+# --- a socket that all engines share
+
+
+class SharedSocket(Target):
+    """Messages of which only the topic says whose they are."""
+
+    share = 2
+
+    def __init__(self) -> None:
+        self._fleet = Fleet()
+
+    def script(self, source: Source) -> Script:
+        return tuple(self._piece(source, number) for number in range(source.pick((1, 2, 4, 8))))
+
+    @staticmethod
+    def _piece(source: Source, number: int) -> bytes:
+        topic = source.pick(TOPICS)
+        message = [source.mutate(topic) if source.chance(0.2) else topic, number.to_bytes(8, "big"), batch(source)]
+        if source.chance(0.1):
+            message = message[: source.below(3)]
+        return LIVE + _pack(message)
+
+    def run(self, script: Script) -> bool:
+        feed = Feed(lambda: self._fleet.index.publisher("hostile"), FeedAddress(), clock=lambda: 1.0)
+        topics = Topics(lambda pod: feed if pod == "pod" else None)
+        messages = [frames(piece) or [b""] for piece in script]
+        for message in messages:
+            topics.receive(message)
+        named = sum(_names_pod(message[0]) for message in messages)
+        assert (feed.counters.messages + feed.counters.malformed, topics.unknown) == (named, len(messages) - named)
+        assert named or not feed.stream.is_connected
+        self._fleet.check(feed.residency)
+        feed.close()
+        self._fleet.check_nothing_is_left()
+        return feed.counters.messages > feed.counters.unreadable
+
+
+def _names_pod(topic: bytes) -> bool:
+    return topic == b"pod" or topic.partition(b"@")[2].startswith(b"pod@")

@@ -8,10 +8,14 @@ The truth to compare with is what the engine held after the last batch *that the
 their way are nobody's fault. A lost one shows at the next that arrives, or at the latest when promised heartbeats fail
 to come. Until then a feed says `live` of a picture that is older than it seems: of a wire that loses silently no more
 can be had, and the walks check that it takes no longer. In every state nothing is held that the engine did not hold
-then. While live, predictions are equal to the truth, for every prompt and tier. They may be too low only where
+then. While live, predictions are equal to the truth, for every prompt and tier. In a store that several share it is
+what those of them have announced whose pictures are current, whatever becomes of the others.
+
+Predictions may be too low only where
 
 - an event means less than it says: a stock vLLM's reset of HBM alone is taken as one of all tiers;
-- a pool was emptied because one of its publishers lost messages: with it went what the others had announced;
+- somebody who shares the store has lost messages, so that it was emptied for all; has told that a block is gone, which
+  is so for all at once; or is known incompletely;
 - the index has forgotten blocks to keep to its budget.
 
 Not walked, because nobody could tell:
@@ -19,7 +23,7 @@ Not walked, because nobody could tell:
 - a publisher without a name and without a replay socket, whose new life is first heard at the very number that was due;
   and older messages of a publisher without a name once more: they look like a new life;
 - events of one tier in another order than they happened (`links.mixed`);
-- a file of a pool that is deleted when no publisher is left that has announced it (`World.orphans`).
+- two lives of such a publisher that say the same at the same time.
 
 `TIERPICK_WALKS=100000 TIERPICK_SEED=1 pytest tests/indexer/walks` walks longer, and elsewhere.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import repeat
 from unittest.mock import patch
 
@@ -12,7 +12,7 @@ from indexer import keys
 from indexer.index import PrefixIndex
 from indexer.match import Prompt as Asked
 from indexer.match import match
-from indexer.recovery import Rebuild
+from indexer.pool import Standing
 from indexer.residency import Residency
 from indexer.stream import State
 from indexer.told import LATENESS, MISSED_HEARTBEATS
@@ -21,6 +21,8 @@ from .links import NOTHING, Link, Setup
 from .truth import ADAPTER, BLOCK_SIZE, BLOCKS, PROMPTS, TIERS, Block, Held, Prompt, chunks, served
 
 TICK = 1.0
+STORE = "storage"
+"""The tier that may be shared."""
 RECOVERY_SECONDS = 150.0
 """In which a feed has to be live again once all faults have ended: some retries, one after the other."""
 
@@ -64,19 +66,21 @@ class World:
         rng = random.Random(seed)
         self.now = 1000.0
         self.index = PrefixIndex()
-        self.index.root(ADAPTER)
+        self.index.names.root(ADAPTER)
         chunk = rng.choice((1, 2, 3))
         pool = rng.random() < 0.3
         self.pooled: set[Block] = set()
-        self.orphans: set[Block] = set()
-        """Blocks of the pool whose announcers have restarted or gone: nobody is left to take them back."""
+        """What is in the store that all share, if they do."""
+        self.is_pool_thinned = False
+        """Somebody has lost messages, or told that a block is gone: then it is so for all, also for those who have put
+        it there again meanwhile."""
         self.links = [self._link(number, rng, chunk, pool=pool) for number in range(rng.choice((1, 1, 2, 3)))]
         self.rng = rng
         self._seen: list[object] = []
         self._masks: dict[int, int] = {}
 
     def _link(self, number: int, rng: random.Random, chunk: int, *, pool: bool) -> Link:
-        ours = pool or rng.random() < 0.6
+        ours = rng.random() < (0.8 if pool else 0.6)
         watched = rng.random() < 0.9
         setup = Setup(
             ours=ours,
@@ -96,6 +100,7 @@ class World:
             residency = self.index.publisher(name)
             if not ours:
                 residency.blocks_per_chunk = chunk  # as configured, or scraped
+                residency.share(STORE, setup.pool)  # as the endpoint's label says
             return residency
 
         return Link(name, setup, publisher, lambda: self.now, self.pooled if pool else set())
@@ -123,18 +128,16 @@ class World:
                 link.stream.tick()
             self.check()
 
-    def orphan(self, link: Link) -> None:
-        if link.setup.pool:
-            first = max(link.stream.last_seq, 0)
-            self.orphans.update(*(held.storage for held in link.truths[first:]))
-
     # --- what must hold
 
     def check(self) -> None:
         for link in self.links:
             self._check_feed(link)
-        pool = self.pool()
-        seen: list[object] = [pool]
+            counters = link.stream.counters
+            if link.setup.pool and (counters.lost or counters.unreadable):
+                self.is_pool_thinned = True
+        stores = self.stores()
+        seen: list[object] = [stores]
         for link in self.links:
             truths = possible(link)
             seen += [link.stream.state, link.stream.residency, *map(id, truths)]
@@ -142,19 +145,26 @@ class World:
             return
         self._seen, self._masks = seen, self.index.masks.copy()
         for link in self.links:
-            self._check_contents(link, pool)
-        self._check_predictions(pool)
+            self._check_contents(link, stores)
+        self._check_predictions(stores)
 
-    def pool(self) -> Set[Block]:
-        """What may be in the store that all share: what anybody said, and what those said who are gone."""
-        return self.orphans.union(*(held.storage for link in self.links if link.setup.pool for held in claims(link)))
+    def stores(self) -> Mapping[str, Set[Block]]:
+        """For each model what is in the store that all share, as far as anybody knows whose picture is current."""
+        stores: dict[str, set[Block]] = {}
+        for link in self.links:
+            if _shares(link):
+                there = stores.setdefault(link.stream.residency.model, set())
+                if _is_current(link):
+                    there.update(*(held.storage for held in possible(link)))
+        return stores
 
-    def _check_contents(self, link: Link, pool: Set[Block]) -> None:
+    def _check_contents(self, link: Link, stores: Mapping[str, Set[Block]]) -> None:
         """In every state what is held was held as of the last batch. While live it is all, but for blocks of which
         nobody can know what they are before those in front of them are held again; so predictions are compared."""
         found = self._found(link)
-        if link.setup.pool:
-            assert found.storage <= pool, (link.name, numbers(found.storage - pool))
+        if _shares(link):
+            store = stores[link.stream.residency.model]
+            assert found.storage <= store, (link.name, numbers(found.storage - store))
             found = Held(found.gpu, found.cpu)
         truths = possible(link)
         assert any(all(found.tier(tier) <= truth.tier(tier) for tier in TIERS.values()) for truth in truths), (
@@ -170,10 +180,10 @@ class World:
         last = LAST[link.setup.chunk]
         return Held(gpu, cpu & last, storage & last)
 
-    def _check_predictions(self, pool: Set[Block]) -> None:
+    def _check_predictions(self, stores: Mapping[str, Set[Block]]) -> None:
         live = [link for link in self.links if link.stream.state is State.LIVE]
         residencies = [link.stream.residency for link in live]
-        expected = [served(self._truth(link, pool), link.setup.chunk) for link in live]
+        expected = [served(self._truth(link, stores), link.setup.chunk) for link in live]
         for number, asked in enumerate(ASKED if live else ()):
             predicted = match(self.index, asked, residencies)
             for i, link in enumerate(live):
@@ -182,16 +192,31 @@ class World:
                 if got == truth:
                     continue
                 message = link.name, PROMPTS[number], got, truth
-                assert link.is_blurred or link.setup.pool or self.index.forgotten, message
+                assert link.is_blurred or self.index.forgotten or not self._is_all_of_its_store_known(link), message
                 assert sum(got) <= sum(truth), message
                 assert got[0] <= truth[0], message
                 if not self.index.forgotten:
                     assert got[0] == truth[0], message
                     assert got[1] <= truth[1], message
 
-    def _truth(self, link: Link, pool: Set[Block]) -> Held:
+    def _is_all_of_its_store_known(self, link: Link) -> bool:
+        """Not while some others' pictures are incomplete, or may be of one of several lives; nor while nobody has told
+        what a block is of which another one has told the hash."""
+        if not _shares(link):
+            return True
+        model = link.stream.residency.model
+        others = [other for other in self.links if _shares(other) and other.stream.residency.model == model]
+        is_parked = any(pool.parking for pool in self.index.pools.values() if pool.model == model)
+        return not (self.is_pool_thinned or is_parked) and all(
+            other.stream.state is State.LIVE and len({held.storage for held in possible(other)}) == 1
+            for other in others
+            if _is_current(other)
+        )
+
+    def _truth(self, link: Link, stores: Mapping[str, Set[Block]]) -> Held:
         truth = now(link)
-        return Held(truth.gpu, truth.cpu, frozenset(pool)) if link.setup.pool else truth
+        store = frozenset(stores[link.stream.residency.model]) if _shares(link) else truth.storage
+        return Held(truth.gpu, truth.cpu, store)
 
     def _check_feed(self, link: Link) -> None:
         stream = link.stream
@@ -211,9 +236,9 @@ class World:
             assert stream.lag_batches == 0
             assert link.has_heard, (link.name, "live, though nothing has been heard")
             assert stream.last_seq >= link.delivered, (link.name, "live, though a loss shows", stream, link.delivered)
-            if stream.told.heartbeat:
-                quiet = self.now - max(stream.heard_at, link.connected_at)
-                assert quiet <= MISSED_HEARTBEATS * stream.told.heartbeat + LATENESS + TICK, (link.name, "silent")
+        if stream.told.heartbeat and (stream.state is State.LIVE or _is_current(link)):
+            quiet = self.now - max(stream.heard_at, link.connected_at)
+            assert quiet <= MISSED_HEARTBEATS * stream.told.heartbeat + LATENESS + TICK, (link.name, "silent")
 
     def check_index(self) -> None:
         """No bit that is nobody's, and every lane's count is right."""
@@ -285,14 +310,13 @@ def possible(link: Link) -> Sequence[Held]:
     return [life[last] for life in lives if last < len(life)] or [NOTHING]
 
 
-def claims(link: Link) -> Sequence[Held]:
-    """What may be known of what a publisher of a pool said: as of the last batch, or later where a snapshot is coming
-    in. A rebuild from the publisher's memory goes through its whole history, before everybody's eyes."""
-    recovery = link.stream._recovery
-    if isinstance(recovery, Rebuild) and recovery.used:
-        life = link.lives[link.life_heard]
-        return life if recovery.snapshot is None else [*possible(link), *life[max(link.stream.last_seq, 0) :]]
-    return possible(link)
+def _shares(link: Link) -> bool:
+    """Has the picker heard that it does?"""
+    return link.stream.residency.shares(STORE)
+
+
+def _is_current(link: Link) -> bool:
+    return link.stream.residency.standing is Standing.CURRENT
 
 
 def numbers(blocks: Set[Block]) -> list[int]:
@@ -354,28 +378,18 @@ def _evict_and_offload(link: Link, chunk: Sequence[Block]) -> None:
 
 
 def _lose_file(world: World, link: Link, a: int, b: int) -> None:
-    """Where several look at one store, each that has announced a file notices that it is gone. Somebody must be there
-    who is heard, or nobody would learn of it (see `World.orphans`)."""
-    stored = [chunk for chunk in CHUNKS[link.setup.chunk] if _is_stored(link, chunk)]
-    if not stored:
+    """Where several look at one store, each that has announced a file notices that it is gone, in its own time."""
+    announced = [chunk for chunk in CHUNKS[link.setup.chunk] if chunk[-1] in link.engine.announced]
+    if not announced:
         return
-    chunk = stored[a % len(stored)]
-    if not link.setup.pool:
-        link.engine.storage.discard(chunk[-1])
-        link.engine.lose_file(chunk)
-        return
-    if b % 2:
-        for other in world.links:
-            other.step(0)
-            other.deliver_all()
-    heard = [other for other in world.links if other.stream.state is State.LIVE and chunk[-1] in now(other).storage]
-    if heard and all(chunk[-1] in other.engine.announced for other in heard):
-        world.pooled.discard(chunk[-1])
-        for other in world.links:
-            other.engine.lose_file(chunk)
-        if b % 2:
-            link.step(0)
-            link.flight.clear()
+    chunk = announced[a % len(announced)]
+    link.engine.storage.discard(chunk[-1])
+    world.is_pool_thinned = world.is_pool_thinned or link.setup.pool is not None
+    for other in world.links if link.setup.pool and b % 2 else [link]:
+        other.engine.lose_file(chunk)
+    if b % 4 == 3:
+        link.step(0)
+        link.flight.clear()
 
 
 def _reset(world: World, link: Link, a: int, b: int) -> None:
@@ -400,8 +414,9 @@ def _lose(world: World, link: Link, a: int, b: int) -> None:
 
 
 def _restart(world: World, link: Link, a: int, b: int) -> None:
-    """Perhaps it has said something before anybody listens again."""
-    world.orphan(link)
+    """Perhaps it has said something before anybody listens again. No two lives are at the same time, or a batch of one
+    could be just like the other's."""
+    world.now += 0.01
     link.restart()
     for n in range(a % 8):
         link.engine.compute(_prompt(b + n), 2 + n, again=False)
@@ -412,7 +427,6 @@ def _restart(world: World, link: Link, a: int, b: int) -> None:
 
 
 def _remove(world: World, link: Link, a: int, b: int) -> None:
-    world.orphan(link)
     link.remove()
 
 

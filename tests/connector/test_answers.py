@@ -43,8 +43,14 @@ class Desk:
         """Returns once the requests are taken in."""
         for start in starts:
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
-        wanted = len(self.answers) + len(starts)
-        self.until(lambda: self.answers.receive() or len(self.answers) >= wanted)
+        self.until_known(len(self.answers) + len(starts))
+
+    def until_known(self, askers: int) -> None:
+        def are_known() -> bool:
+            self.answers.receive()
+            return len(self.answers) >= askers
+
+        self.until(are_known)
 
     def send(self) -> bool:
         return self.answers.send(lambda: True)
@@ -103,7 +109,7 @@ def test_the_same_question_of_the_same_peer_is_answered_once(desk: Desk) -> None
     dealer = desk.peer()
     for start in (0, 0, SNAPSHOT, SNAPSHOT, 0, 1):
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
-    desk.until(lambda: desk.answers.receive() or len(desk.answers) == 3)
+    desk.until_known(3)
     replies = [desk.take(dealer) for _ in range(3)]
     assert sorted(map(len, replies)) == [0, 1, 1]
     assert not dealer.poll(50)
@@ -162,12 +168,7 @@ def test_only_so_many_askers_are_known(desk: Desk) -> None:
     dealer = desk.peer()
     for start in range(MAX_ASKERS + 50):
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
-
-    def is_full() -> bool:
-        desk.answers.receive()
-        return len(desk.answers) == MAX_ASKERS
-
-    desk.until(is_full)
+    desk.until_known(MAX_ASKERS)
     for _ in range(50):
         desk.answers.receive()
     assert len(desk.answers) == MAX_ASKERS

@@ -19,6 +19,7 @@ from epp.fleet.endpoint import Endpoint
 from epp.fleet.fetch import client, fetch, found_nobody
 from epp.fleet.fleet import Fleet
 from epp.fleet.model_names import ModelNames, read_models
+from epp.fleet.tasks import EndpointTasks
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ModelWatcher:
         self._fleet = fleet
         self._names = names
         self._clock = clock
-        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
+        self._tasks = EndpointTasks("models of")
         self._places = asyncio.Semaphore(settings.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -61,11 +62,7 @@ class ModelWatcher:
         self._fleet.subscribe(self)
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.end_all()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -74,14 +71,10 @@ class ModelWatcher:
         if self._session is None:
             return
         self._names.asked(endpoint)
-        self._tasks[endpoint] = asyncio.create_task(
-            self._watch(endpoint, self._session), name=f"models of {endpoint.address}"
-        )
+        self._tasks.begin(endpoint, self._watch(endpoint, self._session))
 
     def endpoint_removed(self, endpoint: Endpoint) -> None:
-        task = self._tasks.pop(endpoint, None)
-        if task is not None:
-            task.cancel()
+        self._tasks.end(endpoint)
         self._names.forget(endpoint)
 
     def endpoint_updated(self, endpoint: Endpoint) -> None:

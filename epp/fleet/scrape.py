@@ -20,6 +20,7 @@ from epp.fleet.endpoint import Endpoint
 from epp.fleet.engine_metrics import engine_of, read_load
 from epp.fleet.fetch import FetchError, client, fetch, found_nobody
 from epp.fleet.fleet import Fleet
+from epp.fleet.tasks import EndpointTasks
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Scraper:
         self._counters = counters
         self._clock = clock
         self._states: dict[Endpoint, ScrapeState] = {}
-        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
+        self._tasks = EndpointTasks("scrape")
         self._places = asyncio.Semaphore(settings.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -118,11 +119,7 @@ class Scraper:
         self._fleet.subscribe(self)
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.end_all()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -134,13 +131,11 @@ class Scraper:
         if self._session is None:
             return
         self._states[endpoint] = ScrapeState()
-        self._tasks[endpoint] = asyncio.create_task(self._watch(endpoint), name=f"scrape {endpoint.address}")
+        self._tasks.begin(endpoint, self._watch(endpoint))
 
     def endpoint_removed(self, endpoint: Endpoint) -> None:
         self._states.pop(endpoint, None)
-        task = self._tasks.pop(endpoint, None)
-        if task is not None:
-            task.cancel()
+        self._tasks.end(endpoint)
 
     def endpoint_updated(self, endpoint: Endpoint) -> None:
         """The next scrape reads the new spec."""

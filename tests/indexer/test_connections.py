@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import zmq
 
+from epp.toolbox.demo.chaos.links import Link
+from epp.toolbox.processes import free_ports
 from indexer import feed as feed_module
 from indexer import sockets
 from indexer.feed import FeedAddress, SharedFeed
@@ -30,56 +32,25 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "REDIAL_AFTER", 0.1)
 
 
-class Path:
-    """A TCP path to `target` that can swallow everything while all connections stay open."""
-
-    def __init__(self, target: str) -> None:
-        self._target = urlsplit(target).port
-        self.swallows = False
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def open(self) -> str:
-        self._server = await asyncio.start_server(self._accepted, HOST, 0)
-        return f"tcp://{HOST}:{self._server.sockets[0].getsockname()[1]}"
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
-        for way in (self._pump(reader, far_writer), self._pump(far_reader, writer)):
-            self._tasks.add(asyncio.create_task(way))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                if not self.swallows:
-                    writer.write(data)
-
-
 async def test_a_half_open_connection_is_noticed_and_what_was_missed_is_made_up(bench: Bench) -> None:  # noqa: F811
     publisher = bench.publisher()
-    path = Path(publisher.address.events)
-    feed = bench.feed(FeedAddress(await path.open(), publisher.address.replay, "kv@"))
+    link = Link(*free_ports(1), urlsplit(publisher.address.events).port or 0)
+    await link.mend()
+    feed = bench.feed(FeedAddress(link.address, publisher.address.replay, "kv@"))
     await publisher.subscribed()
     await publisher.publish(stored(1))
     await until(lambda: held(feed) == 1)
 
-    path.swallows = True
+    link.stall()
     await publisher.publish(removed(1))
     await publisher.publish(stored(2), stored(3))
     await until(lambda: feed.state is State.LOST)
     assert feed.stream.reason == "the connection broke"
 
-    path.swallows = False
+    link.resume()
     await until(lambda: feed.state is State.LIVE)
     assert held(feed) == 2
-    await path.close()
+    await link.cut()
 
 
 async def test_a_frame_beyond_the_limit_ends_the_connection_and_is_a_loss_like_any_other(bench: Bench) -> None:  # noqa: F811

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +14,8 @@ import zmq
 from connector.events import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Load, Tier
 from connector.journal import About
 from connector.publisher import Publisher
+from epp.toolbox.demo.chaos.links import Link
+from epp.toolbox.processes import free_ports
 from indexer import stream as stream_module
 from indexer.feed import Feed, FeedAddress, Hub
 from indexer.index import PrefixIndex
@@ -166,58 +167,6 @@ async def picker() -> AsyncIterator[Picker]:
     await picker.close()
 
 
-class Wire:
-    """Relays the event socket, and breaks on demand; the replay socket is reached without it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._port = int(engine.address.events.rpartition(":")[2])
-        self._replay = engine.address.replay
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._is_cut = False
-
-    async def __aenter__(self) -> Wire:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self.cut()
-        self._server.close()
-        await self._server.wait_closed()
-
-    @property
-    def address(self) -> FeedAddress:
-        assert self._server is not None
-        port = self._server.sockets[0].getsockname()[1]
-        return FeedAddress(f"tcp://127.0.0.1:{port}", self._replay, "kv@")
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_cut:
-            writer.close()
-            return
-        engine_reader, engine_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers |= {writer, engine_writer}
-        await asyncio.gather(_pump(reader, engine_writer), _pump(engine_reader, writer))
-
-    def cut(self) -> None:
-        self._is_cut = True
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
-
-    def mend(self) -> None:
-        self._is_cut = False
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
-
-
 async def test_a_late_joiner_knows_what_one_from_the_start_knows(picker: Picker) -> None:
     engine = picker.engine(buffer=5)
     early = await picker.warm(engine, 60)
@@ -287,20 +236,23 @@ async def test_a_loss_is_made_good_by_a_snapshot_only_if_the_replay_buffer_lacks
     picker: Picker, buffer: int, snapshots: int
 ) -> None:
     engine = picker.engine(buffer=buffer)
-    async with Wire(engine) as wire:
-        witness, feed = await picker.live(engine), await picker.live(engine, wire.address)
-        engine.work(5)
-        await picker.caught_up(feed, engine)
-        before = feed.counters.snapshots
-        wire.cut()
-        await until(lambda: feed.state is State.LOST)
-        engine.work(60)
-        await picker.caught_up(witness, engine)
-        wire.mend()
-        await picker.caught_up(feed, engine)
-        assert picker.content(feed) == picker.content(witness)
-        assert (feed.counters.truncated, feed.counters.snapshots - before) == (snapshots, snapshots)
-        assert feed.counters.reconnections == 1
+    link = Link(*free_ports(1), int(engine.address.events.rpartition(":")[2]))
+    await link.mend()
+    witness = await picker.live(engine)
+    feed = await picker.live(engine, FeedAddress(link.address, engine.address.replay, "kv@"))
+    engine.work(5)
+    await picker.caught_up(feed, engine)
+    before = feed.counters.snapshots
+    await link.cut()
+    await until(lambda: feed.state is State.LOST)
+    engine.work(60)
+    await picker.caught_up(witness, engine)
+    await link.mend()
+    await picker.caught_up(feed, engine)
+    assert picker.content(feed) == picker.content(witness)
+    assert (feed.counters.truncated, feed.counters.snapshots - before) == (snapshots, snapshots)
+    assert feed.counters.reconnections == 1
+    await link.cut()
 
 
 async def test_a_restart_in_place_is_noticed_though_all_numbers_continue(picker: Picker) -> None:

@@ -16,13 +16,13 @@ import aiohttp
 
 from epp.toolbox.bootstrap import Profile
 from epp.toolbox.demo import fleet as demo
+from epp.toolbox.demo.chaos.links import Link
 from epp.toolbox.demo.picker_config import write_picker_config
 from epp.toolbox.processes import Children, free_ports, tail
 
 from ..envoy.chain import Chain, Reply
 from . import tiny_model
 from .engines import HOST, Engine, Kind
-from .forwarder import Forwarder
 from .rest import until_at_rest
 from .traffic import Ask, Traffic
 
@@ -83,13 +83,13 @@ class Fleet:
         self.engines = engines
         self.chain = chain
         self.http = http
-        self.events = {engine.name: Forwarder(port, engine.events_port) for engine, port in _with_ports(engines)}
-        self.replays = {engine.name: Forwarder(port, engine.replay_port) for engine, port in _with_ports(engines)}
+        self.events = {engine.name: Link(port, engine.events_port) for engine, port in _with_ports(engines)}
+        self.replays = {engine.name: Link(port, engine.replay_port) for engine, port in _with_ports(engines)}
         self.heard: list[tuple[Ask, str]] = []
         """Every sequential request and its answer's text, for comparison with an engine that does not offload."""
 
     @property
-    def forwarders(self) -> Iterable[Forwarder]:
+    def links(self) -> Iterable[Link]:
         return (*self.events.values(), *self.replays.values())
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ async def running(kind: Kind, python: Path, directory: Path, http: aiohttp.Clien
         demo.write_endpoints(directory / "endpoints.json", endpoints)
         write_picker_config(directory / "config.yaml", directory / "endpoints.json", model)
         try:
-            await asyncio.gather(*(forwarder.mend() for forwarder in fleet.forwarders))
+            await asyncio.gather(*(link.mend() for link in fleet.links))
             await asyncio.gather(*(engine.start(http) for engine in engines))
             await chain.start_picker(feeds=REPLICAS)
             await chain.start_envoy(Profile.BUFFERED)
             yield fleet
         finally:
-            await asyncio.gather(*(forwarder.cut() for forwarder in fleet.forwarders))
+            await asyncio.gather(*(link.cut() for link in fleet.links))
 
 
 def tally(probes: Iterable[Probe]) -> dict[str, int]:

@@ -101,7 +101,9 @@ class PrefixIndex:
             self.names.renew(name)
 
     def hash_tables(self) -> list[HashKeys]:
-        return [*self._hashes.values(), *(publisher.own_hashes for publisher in self.publishers)]
+        """Those that have anything in them: hardly a publisher has hashes of its own."""
+        own = (publisher.own_hashes for publisher in self.publishers)
+        return [table for table in (*self._hashes.values(), *own) if table.keys or table.released]
 
     def hashes(self, model: str) -> HashKeys:
         """The table that publishers of one model share."""

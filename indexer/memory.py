@@ -71,7 +71,7 @@ class Memory:
         blocks = max(FEW, len(self._index.masks))
         largest, *others = sorted((len(table.keys) for table in self._index.hash_tables()), reverse=True) or [0]
         return Usage(
-            mask=self._mask_bytes(),
+            mask=(parts["masks"] - sized(self._index.masks, INT)) / max(1, len(self._index.masks)),
             hashes=max(largest / blocks, 1.0) + 1 / ROUND,  # those of forgotten blocks stay a little longer
             other=((ENTRY + INT) * sum(others) + parts["copies"] + self._moved * INT) / blocks,
             fixed=parts["publishers"] + min(parts["parking"], budget // PARKED),

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from operator import itemgetter
+from operator import itemgetter, mul
 
 from indexer.hybrid import Runs, hbm_hit, load_hit
 from indexer.index import PrefixIndex
@@ -66,11 +66,9 @@ class Match:
     def column(self, tier: str) -> list[int]:
         return getattr(self, tier) if tier in _COLUMNS else self.other
 
-    def tokens(self, tier: str) -> list[int]:
-        """The column, in tokens."""
-        tokens = [
-            blocks * residency.block_size for blocks, residency in zip(self.column(tier), self.residencies, strict=True)
-        ]
+    def tokens(self, tier: str, sizes: Sequence[int]) -> list[int]:
+        """The column, in tokens. `sizes`: the residencies' block sizes, which callers ask for once."""
+        tokens = list(map(mul, self.column(tier), sizes))
         for i, last in self.recomputed.items():
             tokens[i] -= last == tier
         return tokens

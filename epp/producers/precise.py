@@ -176,13 +176,8 @@ def look_up(events: KvEvents, scheduling: Scheduling, default_block: int) -> Loo
 
 
 def _tokens(matches: Sequence[Match], sizes: Sequence[int], tier: str) -> Sequence[int]:
-    columns = [column for found in matches if any(column := found.column(tier))]
-    blocks = columns[0] if len(columns) == 1 else map(sum, zip(*columns, strict=True))
-    tokens = list(map(mul, blocks, sizes))
-    for found in matches:
-        for i, last in found.recomputed.items():
-            tokens[i] -= last == tier
-    return tokens
+    columns = [found.tokens(tier, sizes) for found in matches if any(found.column(tier))]
+    return columns[0] if len(columns) == 1 else list(map(sum, zip(*columns, strict=True)))
 
 
 def _runs(speculation: Speculation, lookup: Lookup, number: int) -> Mapping[int, int]:

@@ -9,7 +9,6 @@ from collections import Counter, deque
 import pytest
 
 from indexer.budget import capacity, table_bytes
-from indexer.index import PrefixIndex
 from indexer.match import Prompt, match
 from indexer.order import MAX_ASKED
 from indexer.parking import MAX_BLOCKS, MAX_BYTES
@@ -56,16 +55,6 @@ def sweep(index):
 
 def said(index):
     return sum(index.memory().values())
-
-
-@pytest.fixture
-def index():
-    return PrefixIndex()
-
-
-@pytest.fixture
-def pod(index):
-    return index.publisher("pod")
 
 
 # --- what is counted

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from indexer.frames import live_message
-from indexer.index import PrefixIndex
 from indexer.match import Prompt, match
 from indexer.wire import decode_batch, parse_topic
 
@@ -69,11 +68,6 @@ class Publisher:
         asked = Prompt(struct.pack(f"<{len(ids)}I", *ids), prompt.pop("model", "qwen"), **prompt)
         found = match(self.index, asked, [self.residency])
         return found.gpu[0], found.cpu[0], found.storage[0], found.other[0]
-
-
-@pytest.fixture
-def index():
-    return PrefixIndex()
 
 
 @pytest.fixture

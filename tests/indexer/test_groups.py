@@ -53,16 +53,6 @@ def removed(lookup, *ends, tier="gpu"):
     return BlockRemoved([name(end) for end in ends], tier, lookup.groups[0])
 
 
-@pytest.fixture
-def index():
-    return PrefixIndex()
-
-
-@pytest.fixture
-def pod(index):
-    return index.publisher("pod")
-
-
 def tell(pod, *lookups, alignment=SIZE, chunk=0):
     tiers = Tiers(cpu=Tier(chunk=chunk), storage=Tier(chunk=chunk)) if chunk else None
     pod.told(Notes(groups=Groups(list(lookups), alignment), tiers=tiers))
@@ -72,7 +62,7 @@ def cached(pod, tokens, **prompt):
     """Tokens that HBM, CPU RAM and storage would serve of the text's first `tokens`."""
     ids = [*text(40)][:tokens]
     found = match(pod._index, Prompt(pack(ids), **prompt), [pod])
-    served = tuple(found.tokens(tier)[0] for tier in ("gpu", "cpu", "storage"))
+    served = tuple(found.tokens(tier, [pod.block_size])[0] for tier in ("gpu", "cpu", "storage"))
     assert sum(served) == found.cached_tokens(0)
     return served
 

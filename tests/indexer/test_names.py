@@ -17,11 +17,6 @@ TEXT = struct.pack(f"<{2 * SIZE + 1}I", *range(2 * SIZE + 1))
 LONG = 512
 
 
-@pytest.fixture
-def index() -> PrefixIndex:
-    return PrefixIndex()
-
-
 def stored(name: str = "", seed: int = 0) -> BlockStored:
     """The text's two blocks, of an adapter, by hashes of its own."""
     first = 2 * seed + 10**9 * bool(name)

@@ -39,11 +39,6 @@ def removed(*numbers, tier="storage"):
 
 
 @pytest.fixture
-def index():
-    return PrefixIndex()
-
-
-@pytest.fixture
 def fleet(index):
     """Three publishers that know the text's first block from HBM; the first two share a store."""
     pods = [index.publisher(name) for name in "abc"]

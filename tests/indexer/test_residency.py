@@ -51,16 +51,6 @@ def removed(blocks=1, start=0, tier="gpu", **changes):
     return BlockRemoved(names(blocks, start), tier, **changes)
 
 
-@pytest.fixture
-def index():
-    return PrefixIndex()
-
-
-@pytest.fixture
-def pod(index):
-    return index.publisher("pod")
-
-
 def runs(residency, blocks=8, **prompt):
     """(HBM, CPU, storage) blocks that serve the text; one more token keeps the last block eligible for HBM."""
     found = match(residency._index, Prompt(pack([*tokens(blocks), 1]), **prompt), [residency])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -17,6 +17,10 @@ from indexer.feed import Feed, FeedAddress, Hub
 from indexer.index import PrefixIndex
 from indexer.match import Prompt, match
 from indexer.stream import State
+
+from . import test_feed
+
+until = partial(test_feed.until, seconds=20.0)
 
 BLOCK, BLOCKS = 16, 256
 QUEUE = 32
@@ -65,12 +69,6 @@ def prompt(number: int) -> bytes:
 
 def hashes(number: int) -> list[int]:
     return [number * 1000 + block for block in range(1, BLOCKS + 1)]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 class Picker:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,15 +22,13 @@ from indexer.feed import Feed, FeedAddress, Hub
 from indexer.index import PrefixIndex
 from indexer.stream import State
 
+from . import test_feed
+
+until = partial(test_feed.until, seconds=20.0)
+
 BLOCK = 16
 PROMPT = 32
 """Blocks."""
-
-
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 class Engine:

@@ -41,7 +41,9 @@ class Picker:
                 self.hear(batch)
         self._heard = end - 1
         found = match(self._index, Prompt(array("I", tokens).tobytes(), model), [self.residency])
-        return found.tokens("gpu")[0], found.tokens("cpu")[0], found.tokens("storage")[0]
+        sizes = [self.residency.block_size]
+        gpu, cpu, storage = (found.tokens(tier, sizes)[0] for tier in ("gpu", "cpu", "storage"))
+        return gpu, cpu, storage
 
     def hear(self, batch: Batch) -> None:
         decoded = decode_batch(msgspec.msgpack.encode(batch))

@@ -87,7 +87,7 @@ class App:
             if isinstance(error, (OSError, ValueError)):
                 raise StartError(f"cannot start: {error}") from error
             raise
-        await self._server.health.set_ready(True)
+        self._server.health.set_ready(True)
         logger.info("ready", extra={**self.ports, "endpoints": len(self.fleet.endpoints)})
 
     def _services(self) -> Iterator[Any]:

@@ -12,8 +12,9 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from epp.decisions import Decision, Decisions
 from epp.errors import Code, Refusal, no_endpoints
@@ -30,6 +31,8 @@ from epp.telemetry import Telemetry
 from epp.telemetry.requests import RequestMetrics
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
 SCORES = "x-gateway-destination-endpoint-scores"
@@ -96,15 +99,30 @@ class RequestDirector:
 
     # request
 
-    async def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route:
+    def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route | Awaitable[Route]:
         request = None
         try:
             request = self._parse(head, body)
             scheduling = Scheduling(request, self._candidates(subset), self._clock())
-            result = await self._schedule(scheduling)
-            return self._route(head, scheduling, result)
-        except BaseException as error:  # being cancelled is an end, too: the client has left
+            waiting = self._scheduled(scheduling, self._scheduler.prepare)
+            if waiting is None:
+                return self._route(head, scheduling)
+            return self._route_later(head, scheduling, waiting)
+        except Exception as error:
             self._not_routed(head, request, len(body), error)
+            raise
+
+    async def _route_later(self, head: RequestHead, scheduling: Scheduling, waiting: Awaitable[None]) -> Route:
+        request = scheduling.request
+        try:
+            try:
+                await waiting
+            except Exception:
+                self._attempted(scheduling, None)
+                raise
+            return self._route(head, scheduling)
+        except BaseException as error:  # being cancelled is an end, too: the client has left
+            self._not_routed(head, request, len(request.body), error)
             raise
 
     def _parse(self, head: RequestHead, body: bytes) -> InferenceRequest:
@@ -123,18 +141,20 @@ class RequestDirector:
             raise no_endpoints()
         return endpoints
 
-    async def _schedule(self, scheduling: Scheduling) -> SchedulingResult:
-        before = self._clock()
+    def _scheduled(self, scheduling: Scheduling, step: Callable[[Scheduling], T]) -> T:
         try:
-            result = await self._scheduler.schedule(scheduling)
+            return step(scheduling)
         except Exception:
-            self._telemetry.scheduled(scheduling.request.target_model, None, self._clock() - before)
+            self._attempted(scheduling, None)
             raise
-        self._telemetry.scheduled(scheduling.request.target_model, result.target.picked[0], self._clock() - before)
-        return result
 
-    def _route(self, head: RequestHead, scheduling: Scheduling, result: SchedulingResult) -> Route:
+    def _attempted(self, scheduling: Scheduling, endpoint: Endpoint | None) -> None:
+        self._telemetry.scheduled(scheduling.request.target_model, endpoint, self._clock() - scheduling.now)
+
+    def _route(self, head: RequestHead, scheduling: Scheduling) -> Route:
+        result = self._scheduled(scheduling, self._scheduler.decide)
         request, picked = scheduling.request, result.target.picked
+        self._attempted(scheduling, picked[0])
         decision = self._decisions.record(
             scheduling, result, arrived=head.received_at, weights=self._weights.get(result.primary)
         )

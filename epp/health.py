@@ -6,44 +6,74 @@ gateway asks by a name of its own (`readiness`, `inference-extension`, the ext_p
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from grpc import aio
-from grpc_health.v1.health import aio as health_aio
+import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from epp.grpc_core import Accept, Call
 
 LIVENESS = "liveness"
-_READINESS = ""
+_SERVICE = "/grpc.health.v1.Health"
+_SERVING, _NOT_SERVING = int(HealthCheckResponse.SERVING), int(HealthCheckResponse.NOT_SERVING)
 
 
-class Health(health_aio.HealthServicer):  # type: ignore[misc]  # untyped
+class Health:
     """One state for any number of servers."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._ready = False
+        self.ready = False
+        self.methods: Mapping[str, Accept] = {
+            f"{_SERVICE}/Check": lambda call: _Question(call, self._check),
+            f"{_SERVICE}/Watch": lambda call: _Question(call, self._watch),
+        }
+        """What a server is to answer."""
+        self._watching: dict[Call, tuple[str, int]] = {}
+        """With the name asked for and the status told last."""
 
-    @property
-    def ready(self) -> bool:
-        return self._ready
+    def set_ready(self, ready: bool) -> None:
+        """Answer accordingly from now on, and tell those who watch."""
+        self.ready = ready
+        for call, (service, told) in self._watching.items():
+            status = self._status(service)
+            if status != told:
+                self._watching[call] = service, status
+                call.send(_response(status))
 
-    async def set_ready(self, ready: bool) -> None:
-        """Answer accordingly from now on, and tell those who watch. Call it before anybody can ask."""
-        self._ready = ready
-        await self.set(LIVENESS, HealthCheckResponse.SERVING)
-        await self.set(_READINESS, HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING)
+    def _status(self, service: str) -> int:
+        return _SERVING if self.ready or service == LIVENESS else _NOT_SERVING
 
-    async def Check(self, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        return await super().Check(_known(request), context)
+    def _check(self, call: Call, service: str | None) -> None:
+        if service is not None:
+            call.send(_response(self._status(service)))
+        call.end()
 
-    async def Watch(self, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        await super().Watch(_known(request), context)
+    def _watch(self, call: Call, service: str | None) -> None:
+        if service is None:
+            self._watching.pop(call, None)
+            call.end()
+        else:
+            self._watching[call] = service, self._status(service)
+            call.send(_response(self._status(service)))
+            call.watch()
 
-    def add_to(self, server: aio.Server) -> None:
-        add_HealthServicer_to_server(self, server)
+
+class _Question:
+    """A call's message as the name of a service; None is its end."""
+
+    def __init__(self, call: Call, ask: Callable[[Call, str | None], None]) -> None:
+        self._call = call
+        self._ask = ask
+
+    def received(self, message: bytes | None) -> None:
+        try:
+            service = None if message is None else HealthCheckRequest.FromString(message).service
+        except DecodeError:
+            self._call.end(grpc.StatusCode.INVALID_ARGUMENT, "not a HealthCheckRequest")
+        else:
+            self._ask(self._call, service)
 
 
-def _known(request: HealthCheckRequest) -> HealthCheckRequest:
-    """The request by one of the two names that have a state."""
-    return HealthCheckRequest(service=LIVENESS if request.service == LIVENESS else _READINESS)
+def _response(status: int) -> bytes:
+    return bytes(HealthCheckResponse(status=status).SerializeToString())

@@ -6,10 +6,11 @@ One HTTP request lives as: `RequestHead` + body → `Director.pick` → `Route` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
+
+from msgspec import Struct
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -18,8 +19,7 @@ LB_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 
 
-@dataclass(slots=True, frozen=True)
-class RequestHead:
+class RequestHead(Struct, frozen=True):
     """Request headers as Envoy sent them. Keys are lower-case, pseudo headers (`:path`) included; for a repeated
     header the last value wins. `received_at` is monotonic seconds."""
 
@@ -36,23 +36,21 @@ class RequestHead:
         return self.headers.get(":method", "")
 
 
-@dataclass(slots=True)
-class Route:
+class Route(Struct):
     """Where the request goes. `decision` is the director's own record; the exchange only carries it."""
 
     destination: str
     """`ip:port[,ip:port…]`: goes into the header and, the same string, into the dynamic metadata."""
     set_headers: Sequence[tuple[str, str]] = ()
     remove_headers: Sequence[str] = ()
-    metadata: Mapping[str, object] = field(default_factory=dict)
+    metadata: Mapping[str, object] = {}
     """Further entries of the `envoy.lb` dynamic metadata namespace."""
     body: bytes | None = None
     """The body to forward; None = the client's own bytes, untouched."""
     decision: object = None
 
 
-@dataclass(slots=True, frozen=True)
-class ResponseHead:
+class ResponseHead(Struct, frozen=True):
     status: int
     headers: Mapping[str, str]
     served: str = ""
@@ -64,6 +62,8 @@ class ResponseHead:
 class Observe(Enum):
     """How much of the response body the director wants to see."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code
+
     NOTHING = 0
     WHOLE = 1
     """A JSON answer: once, complete."""
@@ -71,8 +71,7 @@ class Observe(Enum):
     """An event stream: chunk by chunk as it passes."""
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(Struct):
     """The director's reply to response headers."""
 
     observe: Observe = Observe.NOTHING
@@ -87,8 +86,7 @@ class Termination(Enum):
     ERROR = "error"
 
 
-@dataclass(slots=True, frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """How the exchange ended. Exactly one a request, in every way a stream can end."""
 
     termination: Termination
@@ -104,8 +102,9 @@ class Outcome:
 class Director(Protocol):
     """What the server needs of the rest of the picker."""
 
-    async def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route:
-        """Raises `Refusal`. `subset` None = no hint; empty = nothing is allowed. Cancelled if the client leaves."""
+    def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route | Awaitable[Route]:
+        """At once, or later if that takes time; cancelled if the client leaves. `subset` None = no hint; empty =
+        nothing is allowed. Raises `Refusal`."""
 
     def answered(self, route: Route, response: ResponseHead) -> Answer: ...
 

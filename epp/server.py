@@ -1,25 +1,20 @@
-"""The picker's gRPC ports: ext_proc, health, and an orderly end. What a stream means is stream.py's affair.
-
-Messages are raw bytes to gRPC, and a stream is served by `read` and `write` calls of its own task: of what grpc.aio
-offers, this costs least.
-"""
+"""The picker's gRPC ports: ext_proc, health, and an orderly end. What a stream means is stream.py's affair."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import socket
 from dataclasses import dataclass
 
 import grpc
-from grpc import aio
 
-from epp import tls
+from epp import grpc_core, tls
 from epp.exchange.machine import MAX_REQUEST_BYTES, PeerError
 from epp.health import Health
 from epp.logs import Brake
 from epp.routing import Director
-from epp.stream import CallLost, Stream
+from epp.stream import Stream
 from epp.wire import METHOD, SERVICE
 
 logger = logging.getLogger(__name__)
@@ -62,7 +57,8 @@ class ExtProcServer:
         self._opened = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._servers: list[aio.Server] = []
+        self._pump = grpc_core.Pump()
+        self._servers: list[grpc_core.Server] = []
 
     @property
     def in_flight(self) -> int:
@@ -72,12 +68,22 @@ class ExtProcServer:
     async def start(self) -> None:
         """Raises OSError for a port in use or an unreadable certificate, ValueError for one that is none."""
         options = self.options
-        await self.health.set_ready(False)
         credentials = (
             tls.credentials(options.cert_path, reload=options.enable_cert_reload) if options.secure_serving else None
         )
-        self.port = await self._serve(self._ext_proc(), options.port, credentials)
-        self.health_port = await self._serve(aio.server(options=_GRPC_OPTIONS), options.health_port)
+        limit = ("grpc.max_receive_message_length", options.max_body_bytes + _ENVELOPE_BYTES)
+        methods = {f"/{SERVICE}/{METHOD}": self._accept, **self.health.methods}
+        ext_proc = grpc_core.Server(
+            self._pump, options.bind, options.port, methods, credentials=credentials, options=(*_GRPC_OPTIONS, limit)
+        )
+        health = grpc_core.Server(
+            self._pump, options.bind, options.health_port, self.health.methods, options=_GRPC_OPTIONS
+        )
+        self.port, self.health_port = ext_proc.port, health.port
+        self._pump.start()
+        for server in (ext_proc, health):
+            server.start()
+            self._servers.append(server)
 
     async def drain(self, at_most: float) -> None:
         """Not ready at once; stop when no stream has come or is left for the quiet period, or after `at_most` seconds.
@@ -87,18 +93,19 @@ class ExtProcServer:
         """
         try:
             async with asyncio.timeout(at_most):
-                await self.health.set_ready(False)
+                self.health.set_ready(False)
                 await self._quiet()
         except TimeoutError:
             if self._streams:
                 logger.warning("end of the drain: %d streams are let go", len(self._streams))
-            for stream in self._streams:
+            for stream in tuple(self._streams):
                 stream.release()
         await self.stop()
 
     async def stop(self) -> None:
         await asyncio.gather(*(server.stop(_STOP_GRACE) for server in self._servers))
         self._servers.clear()
+        await self._pump.stop()
 
     async def _quiet(self) -> None:
         while True:
@@ -111,76 +118,26 @@ class ExtProcServer:
             except TimeoutError:
                 return
 
-    def _ext_proc(self) -> aio.Server:
-        limit = ("grpc.max_receive_message_length", self.options.max_body_bytes + _ENVELOPE_BYTES)
-        server = aio.server(options=(*_GRPC_OPTIONS, limit))
-        handler = grpc.stream_stream_rpc_method_handler(self._process)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
-        return server
-
-    async def _serve(self, server: aio.Server, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-        self.health.add_to(server)
-        port = _listen(server, self.options.bind, port, credentials)
-        await server.start()
-        self._servers.append(server)
-        return port
-
-    async def _process(self, _requests: object, context: aio.ServicerContext[bytes, bytes]) -> None:
-        stream = Stream(self._director, _Call(context), max_request_bytes=self.options.max_body_bytes)
+    def _accept(self, call: grpc_core.Call) -> Stream:
+        closed = functools.partial(self._closed, call)
+        stream = Stream(self._director, call, closed, max_request_bytes=self.options.max_body_bytes)
         self._streams.add(stream)
         self._opened.set()
         self._idle.clear()
-        try:
-            await stream.run()
-        except PeerError as error:
+        return stream
+
+    def _closed(self, call: grpc_core.Call, stream: Stream, error: PeerError | None) -> None:
+        self._streams.discard(stream)
+        if not self._streams:
+            self._idle.set()
+        if error is None:
+            call.end()
+        else:
             self._brake.log(logging.WARNING, str(error), f"ext_proc stream ended, protocol error: {error}")
-            await context.abort(grpc.StatusCode.INTERNAL, str(error))
-        finally:
-            self._streams.discard(stream)
-            if not self._streams:
-                self._idle.set()
-
-
-class _Call:
-    """`stream.Call` on grpc.aio, whose own errors all mean that the call is over."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, context: aio.ServicerContext[bytes, bytes]) -> None:
-        self._context = context
-
-    async def read(self) -> bytes | None:
-        try:
-            message = await self._context.read()
-        except aio.BaseError:
-            return None
-        return None if message is aio.EOF else message
-
-    async def write(self, data: bytes) -> None:
-        try:
-            await self._context.write(data)
-        except aio.BaseError as error:
-            raise CallLost from error
+            call.end(grpc.StatusCode.INTERNAL, str(error))
 
 
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two pickers on one port would share the traffic silently
     ("grpc.keepalive_time_ms", 60_000),  # streams of a gateway that vanished without a word end some time
 )
-
-
-def _listen(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """The port in use; `port` 0 takes a free one. Raises OSError."""
-    host = host.removeprefix("[").removesuffix("]")
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        return int(server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address))
-    except RuntimeError as error:
-        _try(host, port)
-        raise OSError(f"cannot listen on {address}: {error}") from error
-
-
-def _try(host: str, port: int) -> None:
-    """Raises OSError with the reason, which gRPC keeps to itself, if the address cannot be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    socket.create_server((host, port), family=family).close()

@@ -1,14 +1,13 @@
 """Producers, then profiles as the handler asks for them: one decision.
 
-Runs without suspending unless a producer answers later, so a caller may await it inline. Sequential on purpose: a
-producer may read what an earlier one left.
+Waits only where a producer does. Sequential on purpose: a producer may read what an earlier one left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,9 @@ from epp.scheduling.profile import Profile, ProfileRun, nothing_left
 
 if TYPE_CHECKING:
     from epp.telemetry import Telemetry
+
+_Producer = tuple[Producer, float, Callable[[float], None]]
+"""Itself, its timeout in seconds, and who is told what it took."""
 
 PRODUCER_TIMEOUT = 0.4
 """Seconds; llm-d's. A producer with an attribute `produce_timeout` has its own."""
@@ -39,7 +41,7 @@ class Scheduler:
         rng: random.Random,
     ) -> None:
         self._failures = Failures(telemetry)
-        self._producers = [
+        self._producers: list[_Producer] = [
             (
                 producer,
                 getattr(producer, "produce_timeout", PRODUCER_TIMEOUT),
@@ -54,23 +56,64 @@ class Scheduler:
         self._first_byte = [plugin for plugin in plugins if hasattr(plugin, "first_byte")]
         self._finished = [plugin for plugin in plugins if hasattr(plugin, "finished")]
 
-    async def schedule(self, scheduling: Scheduling) -> SchedulingResult:
-        """`scheduling.endpoints` is not empty. Raises `Refusal`. Tells no plugin of the choice: see `picked`."""
-        for producer, timeout, observe in self._producers:
+    def prepare(self, scheduling: Scheduling) -> Awaitable[None] | None:
+        """Let the producers learn what they can, at once (None) or later. `scheduling.endpoints` is not empty.
+
+        Raises:
+            Refusal: now, or when awaited.
+        """
+        return self._produce(scheduling, iter(self._producers))
+
+    def _produce(self, scheduling: Scheduling, producers: Iterator[_Producer]) -> Awaitable[None] | None:
+        for producer, timeout, observe in producers:
             before, waiting = perf_counter(), None
             try:
                 waiting = producer.produce(scheduling)
-                if waiting is not None:
-                    async with asyncio.timeout(timeout):
-                        await waiting
             except Refusal:
                 raise
             except Exception as error:
                 self._failures.note(scheduling, producer, "DataProducer", error)
-            observe(perf_counter() - before)
             if waiting is not None:
-                _leave_out_the_gone(scheduling)
-        return self._run_profiles(scheduling)
+                return self._wait(scheduling, producers, (producer, timeout, observe), waiting, before)
+            observe(perf_counter() - before)
+        return None
+
+    async def _wait(
+        self,
+        scheduling: Scheduling,
+        rest: Iterator[_Producer],
+        current: _Producer,
+        waiting: Awaitable[None],
+        began: float,
+    ) -> None:
+        producer, timeout, observe = current
+        try:
+            async with asyncio.timeout(timeout):
+                await waiting
+        except Refusal:
+            raise
+        except Exception as error:
+            self._failures.note(scheduling, producer, "DataProducer", error)
+        observe(perf_counter() - began)
+        _leave_out_the_gone(scheduling)
+        more = self._produce(scheduling, rest)
+        if more is not None:
+            await more
+
+    def decide(self, scheduling: Scheduling) -> SchedulingResult:
+        """After `prepare`. Raises `Refusal`. Tells no plugin of the choice: see `picked`."""
+        results: dict[str, ProfileResult | None] = {}
+        refusals: dict[str, Refusal] = {}
+        while wanted := self._next(scheduling, results):
+            for name in wanted:
+                try:
+                    results[name] = self._runs[name](scheduling)
+                except Refusal as refusal:
+                    results[name], refusals[name] = None, refusal
+        primary = self._handler.primary(results)
+        if results.get(primary) is None:
+            raise refusals.get(primary) or nothing_left()
+        return SchedulingResult(results, primary)
 
     def picked(self, scheduling: Scheduling, result: SchedulingResult) -> None:
         """The request is about to go to `result.target`."""
@@ -85,20 +128,6 @@ class Scheduler:
         """To be called once for every request that `picked` was called for. Never raises."""
         for plugin in self._finished:
             self._tell(plugin, plugin.finished, "ResponseComplete", scheduling, result, outcome)
-
-    def _run_profiles(self, scheduling: Scheduling) -> SchedulingResult:
-        results: dict[str, ProfileResult | None] = {}
-        refusals: dict[str, Refusal] = {}
-        while wanted := self._next(scheduling, results):
-            for name in wanted:
-                try:
-                    results[name] = self._runs[name](scheduling)
-                except Refusal as refusal:
-                    results[name], refusals[name] = None, refusal
-        primary = self._handler.primary(results)
-        if results.get(primary) is None:
-            raise refusals.get(primary) or nothing_left()
-        return SchedulingResult(results, primary)
 
     def _next(self, scheduling: Scheduling, results: dict[str, ProfileResult | None]) -> list[str]:
         """A profile runs once, whatever the handler says: the loop must end."""

@@ -261,7 +261,7 @@ class IdleDirector:
     def __init__(self, engine: str) -> None:
         self._route = Route(engine)
 
-    async def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route:
+    def pick(self, head: RequestHead, body: bytes, subset: Sequence[str] | None) -> Route:
         return self._route
 
     def answered(self, route: Route, response: ResponseHead) -> Answer:
@@ -280,7 +280,7 @@ async def serve(port: int, health_port: int, engine: str) -> None:
         IdleDirector(engine), ServerOptions(bind=HOST, port=port, health_port=health_port, secure_serving=False)
     )
     await server.start()
-    await server.health.set_ready(True)
+    server.health.set_ready(True)
     await asyncio.Event().wait()
 
 

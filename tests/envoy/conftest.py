@@ -39,12 +39,10 @@ class Director:
         self.observed = []
         self.finished: asyncio.Queue[Finished] = asyncio.Queue()
 
-    async def pick(self, head, body, subset):
+    def pick(self, head, body, subset):
         self.requests.append((head, body, subset))
         self.picking.set()
-        if self.picks is not None:
-            return await self.picks(head, body, subset)
-        return Route(self.destination)
+        return Route(self.destination) if self.picks is None else self.picks(head, body, subset)
 
     def answered(self, route, response):
         self.responses.append(response)
@@ -186,7 +184,7 @@ async def start(director, tmp_path):
             )
             await server.start()
             stack.push_async_callback(server.stop)
-            await server.health.set_ready(True)
+            server.health.set_ready(True)
             listen, admin = free_ports(2)
             bootstrap = render(
                 BootstrapOptions(

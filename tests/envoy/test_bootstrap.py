@@ -42,7 +42,7 @@ async def test_the_health_check_asks_by_the_name_of_the_service(start):
         check["unhealthy_threshold"] = 1
 
     proxy = await start(edit=refused)
-    await proxy.server.health.set_ready(False)
+    proxy.server.health.set_ready(False)
     await proxy.until_picker_is_unhealthy()
 
 

@@ -117,7 +117,8 @@ class Parts:
 
     async def route(self, body: Any = None, subset: Any = None, **head_fields: Any) -> tuple[RequestHead, Route]:
         asked = head(self.clock.now, **head_fields)
-        return asked, await self.director.pick(asked, prompt() if body is None else encoded(body), subset)
+        picked = self.director.pick(asked, prompt() if body is None else encoded(body), subset)
+        return asked, picked if isinstance(picked, Route) else await picked
 
     async def refusal(self, body: Any = None, subset: Any = None, **head_fields: Any) -> Refusal:
         with pytest.raises(Refusal) as caught:

@@ -217,7 +217,7 @@ class TestHealth:
         at = getattr(server, port)
         assert {await self.check(channel, at, name) for name in self.NAMES} == {"NOT_SERVING"}
         assert await self.check(channel, at, "liveness") == "SERVING"
-        await server.health.set_ready(True)
+        server.health.set_ready(True)
         assert {await self.check(channel, at, name) for name in self.NAMES} == {"SERVING"}
 
     async def test_watch_tells_of_changes(self, serve, channel):
@@ -225,7 +225,7 @@ class TestHealth:
         stub = health_pb2_grpc.HealthStub(await channel(server.health_port))
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await server.health.set_ready(True)
+        server.health.set_ready(True)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
 
@@ -233,7 +233,7 @@ class TestHealth:
 class TestDrain:
     async def test_streams_in_flight_finish_before_the_stop(self, serve, channel):
         server = await serve()
-        await server.health.set_ready(True)
+        server.health.set_ready(True)
         call = (await channel(server.port)).stream_stream(PROCESS)()
         await ask(call, headers())
         draining = asyncio.create_task(server.drain(10.0))

@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from epp.errors import Code, Refusal
+from epp.exchange import events as ev
 from epp.exchange.machine import PeerError
 from epp.routing import Answer, Observe, Outcome, RequestHead, ResponseHead, Route, Termination
-from epp.stream import CallLost, Stream, _warn_unseen_bodies
+from epp.stream import Stream, _warn_unseen_bodies
 from proto import ext_proc_pb2 as pb
 
 BUFFERED = pb.ProtocolConfiguration(request_body_mode=pb.ProcessingMode.BUFFERED)
@@ -39,25 +40,36 @@ def response_body(data=b"{}", end_of_stream=True):
 
 
 class ScriptedCall:
-    """Gives the messages put into it; keeps the replies."""
+    """Gives the messages put into it, one a read; keeps the replies. `closed` is the exchange's end."""
 
     def __init__(self, *messages):
         self.replies = []
-        self.lost = False
-        self._inbox = asyncio.Queue()
+        self.closed = asyncio.get_running_loop().create_future()
+        self.reading = False
+        self._inbox = []
         for message in messages:
             self.put(message)
 
     def put(self, message):
-        self._inbox.put_nowait(message and message.SerializeToString())
+        self._inbox.append(message and message.SerializeToString())
+        self._deliver()
 
-    async def read(self):
-        return await self._inbox.get()
+    def read(self):
+        assert not self.reading
+        self.reading = True
+        self._deliver()
 
-    async def write(self, data):
-        if self.lost:
-            raise CallLost
+    def send(self, data):
         self.replies.append(pb.ProcessingResponse.FromString(data))
+
+    def exchange(self, data):
+        self.send(data)
+        self.read()
+
+    def _deliver(self):
+        if self.reading and self._inbox:
+            self.reading = False
+            asyncio.get_running_loop().call_soon(self.stream.received, self._inbox.pop(0))
 
     @property
     def kinds(self):
@@ -75,12 +87,10 @@ class ScriptedDirector:
         self.observed = []
         self.outcomes = []
 
-    async def pick(self, head, body, subset):
+    def pick(self, head, body, subset):
         self.asked.append((head, body, subset))
         self.picking.set()
-        if self.picks is not None:
-            return await self.picks()
-        return Route("10.0.0.7:8000")
+        return Route("10.0.0.7:8000") if self.picks is None else self.picks()
 
     def answered(self, route, response):
         return Answer(self.observe_what)
@@ -97,7 +107,15 @@ class ScriptedDirector:
 
 
 def run(director, call):
-    return asyncio.create_task(Stream(director, call, clock=lambda: 7.0).run())
+    """What to await for the exchange's end; raises what it ended with."""
+
+    def closed(stream, error):
+        assert stream is call.stream
+        call.closed.set_exception(error) if error else call.closed.set_result(None)
+
+    call.stream = Stream(director, call, closed, clock=lambda: 7.0)
+    call.read()
+    return call.closed
 
 
 async def forever():
@@ -114,32 +132,46 @@ async def test_a_whole_exchange():
     assert director.outcomes == [(Route("10.0.0.7:8000"), Outcome(Termination.NATURAL, 200, 2, 7.0, 7.0))]
 
 
-async def test_a_pick_that_does_not_wait_needs_no_task_of_its_own():
+async def test_a_pick_that_does_not_wait_needs_no_task():
     director = ScriptedDirector()
     before = asyncio.all_tasks()
-    call = ScriptedCall(request_headers(), request_body(), None)
-    task = run(director, call)
+    call = ScriptedCall(request_headers(), request_body())
+    run(director, call)
     await director.picking.wait()
-    assert asyncio.all_tasks() - before <= {task}
-    await task
+    assert asyncio.all_tasks() == before
+    assert call.kinds == ["request_headers", "request_body"]
 
 
-async def test_a_refusal_is_answered_and_ends_the_stream():
-    async def refuse():
+def at_once(pick):
+    return pick
+
+
+def later(pick):
+    async def picks():
+        await asyncio.sleep(0)
+        return pick()
+
+    return picks
+
+
+@pytest.mark.parametrize("when", [at_once, later])
+async def test_a_refusal_is_answered_and_ends_the_stream(when):
+    def refuse():
         raise Refusal(Code.ServiceUnavailable, "nobody")
 
-    director = ScriptedDirector(refuse)
+    director = ScriptedDirector(when(refuse))
     call = ScriptedCall(request_headers(), request_body())
     await run(director, call)
     assert call.replies[-1].immediate_response.status.code == 503
     assert director.terminations == [Termination.REFUSED]
 
 
-async def test_a_fault_while_picking_is_a_500_logged_once(caplog):
-    async def fail():
+@pytest.mark.parametrize("when", [at_once, later])
+async def test_a_fault_while_picking_is_a_500_logged_once(caplog, when):
+    def fail():
         raise KeyError("fault")
 
-    director = ScriptedDirector(fail)
+    director = ScriptedDirector(when(fail))
     call = ScriptedCall(request_headers(), request_body())
     await run(director, call)
     assert call.replies[-1].immediate_response.status.code == 500
@@ -175,29 +207,25 @@ async def test_a_fault_while_watching_the_answer_does_not_touch_it(caplog, metho
     assert len(caplog.records) == 1
 
 
+async def test_a_fault_of_our_own_ends_the_stream_with_an_error(caplog, monkeypatch):
+    director = ScriptedDirector()
+    call = ScriptedCall(request_headers(), request_body())
+    ended = run(director, call)
+    monkeypatch.setattr(
+        call.stream._exchange,
+        "receive",
+        lambda event, receive=call.stream._exchange.receive: (
+            receive(event) if isinstance(event, ev.StreamClosed) else {}["fault"]
+        ),
+    )
+    with pytest.raises(PeerError, match="internal error"):
+        await ended
+    [record] = caplog.records
+    assert record.exc_info
+
+
 class TestEnds:
-    async def test_a_reset_during_the_pick_cancels_it(self):
-        director = ScriptedDirector(forever)
-        task = run(director, ScriptedCall(request_headers(), request_body()))
-        await director.picking.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert director.terminations == [Termination.CLIENT]
-
-    async def test_a_reset_while_reading_ahead_leaves_no_task(self):
-        director = ScriptedDirector(forever)
-        before = asyncio.all_tasks()
-        task = run(director, ScriptedCall(request_headers(), request_body()))
-        await director.picking.wait()
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks() - before) == 2  # the stream, and its reader ahead
-        task.cancel()
-        await asyncio.wait([task])
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == before
-
-    async def test_a_half_close_during_the_pick_cancels_it(self):
+    async def test_a_peer_that_leaves_during_the_pick_cancels_it_and_leaves_no_task(self):
         cancelled = asyncio.Event()
 
         async def pick():
@@ -207,29 +235,52 @@ class TestEnds:
                 cancelled.set()
 
         director = ScriptedDirector(pick)
+        before = asyncio.all_tasks()
         call = ScriptedCall(request_headers(), request_body())
-        task = run(director, call)
+        ended = run(director, call)
         await director.picking.wait()
+        await asyncio.sleep(0)
         call.put(None)
-        await task
+        await ended
         assert cancelled.is_set()
-        assert task.cancelling() == 0
+        assert director.terminations == [Termination.CLIENT]
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+    async def test_a_peer_that_leaves_when_the_pick_is_made_has_left_after_it(self):
+        """A pick that gets through in spite of being cancelled counts: it is finished, with its route."""
+
+        async def pick():
+            try:
+                await forever()
+            except asyncio.CancelledError:
+                return Route("10.0.0.7:8000")
+
+        director = ScriptedDirector(pick)
+        call = ScriptedCall(request_headers(), request_body())
+        ended = run(director, call)
+        await director.picking.wait()
+        await asyncio.sleep(0)
+        call.put(None)
+        await ended
+        assert [route for route, _ in director.outcomes] == [Route("10.0.0.7:8000")]
         assert director.terminations == [Termination.CLIENT]
 
     async def test_an_answer_of_envoy_itself_during_the_pick_cancels_it(self):
         director = ScriptedDirector(forever)
         call = ScriptedCall(request_headers(), request_body())
-        task = run(director, call)
+        ended = run(director, call)
         await director.picking.wait()
         call.put(response_headers("504"))
         call.put(None)
-        await task
+        await ended
         assert call.kinds == ["request_headers", "response_headers"]
         [(route, outcome)] = director.outcomes
         assert route is None
         assert outcome.status == 504
 
-    async def test_a_message_read_ahead_is_not_lost(self):
+    @pytest.mark.parametrize("ahead", [request_body(b"", True), pb.ProcessingRequest()], ids=["body", "empty"])
+    async def test_a_message_read_ahead_is_not_lost(self, ahead):
         release = asyncio.Event()
 
         async def slowly():
@@ -238,15 +289,19 @@ class TestEnds:
 
         director = ScriptedDirector(slowly)
         call = ScriptedCall(request_headers(pb.ProtocolConfiguration(request_body_mode=4)), request_body())
-        task = run(director, call)
+        ended = run(director, call)
         await director.picking.wait()
-        call.put(request_body(b"", True))
+        call.put(ahead)
         call.put(response_headers())
         call.put(None)
         await asyncio.sleep(0)
         release.set()
-        await task
-        assert call.kinds == ["request_headers", "request_body", "response_headers"]
+        if ahead.WhichOneof("request"):
+            await ended
+            assert call.kinds == ["request_headers", "request_body", "response_headers"]
+        else:
+            with pytest.raises(PeerError, match="without a known request"):
+                await ended
 
     async def test_a_half_close_before_the_response(self):
         director = ScriptedDirector()
@@ -254,27 +309,20 @@ class TestEnds:
         assert director.terminations == [Termination.CLIENT]
 
     @pytest.mark.parametrize("end", [response_body(b"end"), pb.ProcessingRequest(response_trailers=pb.HttpTrailers())])
-    async def test_a_peer_that_leaves_with_its_last_reply_has_been_heard_to_the_end(self, end):
-        class Leaving(ScriptedCall):
-            async def write(self, data):
-                await super().write(data)
-                if len(self.replies) == 4:
-                    task.cancel()
-                    await asyncio.sleep(0)
+    async def test_the_last_reply_is_sent_when_all_has_been_observed(self, end):
+        """The peer may be gone as soon as it has it."""
 
+        class Watching(ScriptedCall):
+            def send(self, data):
+                super().send(data)
+                observed.append(len(director.observed))
+
+        observed = []
         director = ScriptedDirector(observe=Observe.CHUNKS)
-        task = run(director, Leaving(request_headers(), request_body(), response_headers(), end))
-        await asyncio.wait([task])
+        await run(director, Watching(request_headers(), request_body(), response_headers(), end, None))
+        assert observed == [0, 0, 0, 1]
         assert [end_of_stream for _, end_of_stream in director.observed] == [True]
         assert director.terminations == [Termination.NATURAL]
-
-    async def test_a_stream_lost_while_writing(self, caplog):
-        director = ScriptedDirector()
-        call = ScriptedCall(request_headers(), request_body())
-        call.lost = True
-        await run(director, call)
-        assert director.terminations == [Termination.CLIENT]
-        assert not caplog.records
 
     async def test_a_protocol_error(self):
         director = ScriptedDirector()
@@ -283,14 +331,30 @@ class TestEnds:
         assert director.terminations == [Termination.ERROR]
 
     @pytest.mark.parametrize("picks", [None, forever], ids=["routed", "picking"])
-    async def test_a_stream_let_go_returns(self, picks):
+    async def test_a_stream_let_go_ends_and_hears_no_more(self, picks):
         director = ScriptedDirector(picks)
-        stream = Stream(director, ScriptedCall(request_headers(), request_body()))
-        task = asyncio.create_task(stream.run())
-        await director.picking.wait()
-        stream.release()
-        await task
+        call = ScriptedCall(request_headers(), request_body())
+        ended = run(director, call)
+        await director.picking.wait()  # a pick that waits has not begun yet
+        call.stream.release()
+        await ended
         assert len(director.outcomes) == 1
+        for late in (response_headers().SerializeToString(), None):
+            call.stream.received(late)
+        call.stream.release()
+        assert len(director.outcomes) == 1
+
+    async def test_replies_are_sent_in_order_and_the_last_one_reads_on(self):
+        body = b"x" * 200_000
+        modes = pb.ProtocolConfiguration(request_body_mode=pb.ProcessingMode.FULL_DUPLEX_STREAMED)
+        call = ScriptedCall(request_headers(modes), request_body(body))
+        director = ScriptedDirector()
+        run(director, call)
+        await director.picking.wait()
+        assert call.kinds == ["request_headers"] + ["request_body"] * 4
+        chunks = [reply.request_body.response.body_mutation.streamed_response for reply in call.replies[1:]]
+        assert b"".join(chunk.body for chunk in chunks) == body
+        assert call.reading
 
     async def test_an_empty_stream_is_no_request(self):
         director = ScriptedDirector()

@@ -26,6 +26,7 @@ from epp.scheduling.scheduler import Scheduler
 from epp.telemetry import Telemetry
 from indexer.feed import FeedAddress
 from indexer.stream import State
+from tests.epp.scheduling.scheduled import schedule
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -478,7 +479,7 @@ async def test_a_fleet_is_scheduled_by_its_streams_alone_where_nothing_is_scrape
 
     async def picked() -> Endpoint:
         request = InferenceRequest("r", "/v1/completions", {}, b"", target_model="m")
-        result = await scheduler.schedule(Scheduling(request, environment.fleet.endpoints, now=environment.clock()))
+        result = await schedule(scheduler, Scheduling(request, environment.fleet.endpoints, now=environment.clock()))
         return result.target.picked[0]
 
     await until(lambda: all(endpoint.load.updated_at for endpoint in environment.fleet.endpoints))

@@ -23,6 +23,7 @@ from epp.scheduling.scheduler import Scheduler
 from epp.telemetry import Telemetry
 from indexer.stream import State
 from indexer.wire import BlockStored
+from tests.epp.scheduling.scheduled import schedule
 
 BLOCK = 16
 MODEL = "tiny"
@@ -540,7 +541,7 @@ async def test_a_burst_of_equal_prompts_stays_together_though_no_event_has_come_
     targets = set()
     for _ in range(50):
         scheduling = bench.scheduling(tokens(20, 1))
-        result = await scheduler.schedule(scheduling)
+        result = await schedule(scheduler, scheduling)
         scheduler.picked(scheduling, result)
         targets.add(result.target.picked[0])
     assert len(targets) == 1

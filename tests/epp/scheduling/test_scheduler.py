@@ -15,6 +15,7 @@ from epp.routing import Outcome, Termination
 from epp.scheduling.plugin import ProfileResult, Scheduling, SchedulingResult
 from epp.scheduling.profile import Profile
 from epp.scheduling.scheduler import Scheduler
+from tests.epp.scheduling.scheduled import schedule
 
 Build = Callable[..., Any]
 FleetOf = Callable[..., list[Endpoint]]
@@ -68,12 +69,9 @@ def scheduler(environment: Environment, build: Build) -> Callable[..., Scheduler
 
 
 def inline(scheduler: Scheduler, scheduling: Scheduling) -> SchedulingResult:
-    """Runs `schedule` without an event loop: fails if it suspends."""
-    running = scheduler.schedule(scheduling)
-    with pytest.raises(StopIteration) as stop:
-        running.send(None)
-    result: SchedulingResult = stop.value.value
-    return result
+    """Without an event loop."""
+    assert scheduler.prepare(scheduling) is None
+    return scheduler.decide(scheduling)
 
 
 def failures(environment: Environment, name: str, point: str) -> float | None:
@@ -117,7 +115,7 @@ class TestProfileRun:
     ) -> None:
         nobody = Fake("filter", lambda scheduling, endpoints: [])
         with pytest.raises(Refusal) as refusal:
-            asyncio.run(scheduler(filters=[nobody, broken("filter")]).schedule(scheduling_of(fleet_of(2))))
+            inline(scheduler(filters=[nobody, broken("filter")]), scheduling_of(fleet_of(2)))
         assert refusal.value.code is Code.ResourceExhausted
         assert refusal.value.message == "no endpoints available for the given request"
         assert refusal.value.reason == "rejected-saturated"
@@ -163,7 +161,7 @@ class TestProfileRun:
 
         run = scheduler(scorers=[(Fake("score", refuse), 1.0)])
         with pytest.raises(Refusal, match="no"):
-            asyncio.run(run.schedule(scheduling_of(fleet_of(2))))
+            inline(run, scheduling_of(fleet_of(2)))
 
     def test_durations_are_measured_by_plugin(
         self,
@@ -190,7 +188,7 @@ class TestProducers:
 
         slow = Fake("produce", lambda scheduling: later())
         quick = Fake("produce", lambda scheduling: order.append("at once"))
-        await scheduler(producers=[slow, quick]).schedule(scheduling_of(fleet_of(1)))
+        await schedule(scheduler(producers=[slow, quick]), scheduling_of(fleet_of(1)))
         assert order == ["later", "at once"]
 
     async def test_one_that_takes_too_long_is_given_up(
@@ -214,7 +212,7 @@ class TestProducers:
         slow = Fake("produce", produce, "slow")
         slow.produce_timeout = 0.01  # type: ignore[attr-defined]
         scheduling = scheduling_of(fleet_of(1))
-        await scheduler(producers=[slow]).schedule(scheduling)
+        await schedule(scheduler(producers=[slow]), scheduling)
         assert cancelled.is_set()
         assert scheduling.skipped == ["slow: TimeoutError"]
         assert failures(environment, "slow", "DataProducer") == 1
@@ -235,7 +233,7 @@ class TestProducers:
                 raise ValueError
 
         scheduling = scheduling_of(endpoints)
-        result = await scheduler(producers=[Fake("produce", lambda scheduling: late())]).schedule(scheduling)
+        result = await schedule(scheduler(producers=[Fake("produce", lambda scheduling: late())]), scheduling)
         assert list(scheduling.endpoints) == [endpoints[1]]
         assert list(result.target.picked) == [endpoints[1]]
 
@@ -249,7 +247,7 @@ class TestProducers:
 
         run = scheduler(producers=[Fake("produce", lambda scheduling: late())])
         with pytest.raises(Refusal) as refused:
-            await run.schedule(scheduling_of([endpoint]))
+            await schedule(run, scheduling_of([endpoint]))
         assert refused.value.status == 503
 
     async def test_a_client_that_leaves_cancels(
@@ -262,7 +260,7 @@ class TestProducers:
             await asyncio.Event().wait()
 
         run = scheduler(producers=[Fake("produce", lambda scheduling: never())])
-        task = asyncio.create_task(run.schedule(scheduling_of(fleet_of(1))))
+        task = asyncio.create_task(schedule(run, scheduling_of(fleet_of(1))))
         await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -310,7 +308,7 @@ class TestProfiles:
     ) -> None:
         run = scheduler(profiles=self.profiles(build, empty="decode"), handler=TwoStages())
         with pytest.raises(Refusal, match="no endpoints available"):
-            asyncio.run(run.schedule(scheduling_of(fleet_of(1))))
+            inline(run, scheduling_of(fleet_of(1)))
 
 
 def test_plugins_hear_of_a_requests_life_and_cannot_disturb_it(

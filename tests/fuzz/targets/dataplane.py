@@ -21,7 +21,7 @@ from epp.producers.inflight import InFlight
 from epp.routing import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE
 from epp.scheduling.plugin import Scheduling
 from epp.scheduling.scheduler import Scheduler
-from epp.stream import CallLost, Stream
+from epp.stream import Stream
 from epp.telemetry import Telemetry
 from proto import ext_proc_pb2 as pb
 from tests.fuzz.source import Source
@@ -59,8 +59,8 @@ schedulingProfiles:
 """
 MAX_BODY = 100_000
 ENDPOINTS = [f"10.0.0.{n}:8000" for n in range(1, 5)]
-MESSAGE, LOSE, RESET = b"m", b"l", b"r"
-"""A piece is a message; or from now on nothing can be written; or the peer resets the stream."""
+MESSAGE, LEAVE = b"m", b"l"
+"""A piece is a message; or the peer leaves, whatever was to follow."""
 _LABEL_SETS = 2_000
 _WAITING_PATH = "/v1/chat/completions/"
 
@@ -119,28 +119,28 @@ class Picker:
 class Call:
     """The transport of a stream; its end is the script's."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, loop: asyncio.AbstractEventLoop) -> None:
         self._script = iter(script)
-        self._lost = False
-        self.reset = False
+        self._loop = loop
+        self.stream: Stream | None = None
+        self.closed = loop.create_future()
         self.replies = 0
 
-    async def read(self) -> bytes | None:
-        for piece in self._script:
-            if piece[:1] == LOSE:
-                self._lost = True
-            elif piece[:1] == RESET:
-                self.reset = True
-                raise asyncio.CancelledError
-            else:
-                return piece[1:]
-        return None
+    def read(self) -> None:
+        assert self.stream is not None
+        piece = next(self._script, LEAVE)
+        self._loop.call_soon(self.stream.received, None if piece[:1] == LEAVE else piece[1:])
 
-    async def write(self, data: bytes) -> None:
-        if self._lost:
-            raise CallLost
-        assert pb.ProcessingResponse.FromString(data).WhichOneof("response")
+    def send(self, message: bytes) -> None:
+        assert pb.ProcessingResponse.FromString(message).WhichOneof("response")
         self.replies += 1
+
+    def exchange(self, message: bytes) -> None:
+        self.send(message)
+        self.read()
+
+    def close(self, _: Stream, error: PeerError | None) -> None:
+        self.closed.set_result(error)
 
 
 class Exchanges(Target):
@@ -162,19 +162,16 @@ class Exchanges(Target):
         pieces = [source.mutate(piece) if source.chance(0.03) else piece for piece in pieces]
         pieces = [piece for piece in pieces for _ in range(source.pick((1,) * 30 + (0, 2)))]
         if source.chance(0.1):
-            pieces.insert(source.below(len(pieces) + 1), source.pick((LOSE, RESET)))
+            pieces.insert(source.below(len(pieces) + 1), LEAVE)
         return tuple(pieces)
 
     def run(self, script: Script) -> bool:
-        call = Call(script)
-        stream = Stream(self._picker.director, call, max_request_bytes=MAX_BODY)
-        try:
-            self._loop.run_until_complete(stream.run())
-        except PeerError as error:
+        call = Call(script, self._loop)
+        call.stream = Stream(self._picker.director, call, call.close, max_request_bytes=MAX_BODY)
+        call.read()
+        error = self._loop.run_until_complete(call.closed)
+        if error is not None:
             refused(error)
-        except asyncio.CancelledError:
-            if not call.reset:
-                raise
         assert not asyncio.all_tasks(self._loop)
         self._picker.check()
         return call.replies > 0

@@ -9,22 +9,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from epp.fleet.endpoint import EngineLoad
 from epp.routing import Outcome
 from epp.scheduling.plugin import Certainty, ProfileResult, Scheduling, SchedulingResult, TierHit
 from epp.telemetry import comparison
 
-Seen = tuple[EngineLoad, int, int]
+Seen = tuple[Sequence[EngineLoad], Sequence[int], Sequence[int]]
 """Engine load, requests and uncached tokens in flight: as they were at the decision, aligned with its candidates."""
 
 _LONGEST_TEXT = 256
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(Struct):
     id: str
     at: float
     """Wall clock, seconds since 1970."""
@@ -36,7 +36,9 @@ class Decision:
     """By producer: blocks of the prompt and tokens a block."""
     profiles: Mapping[str, ProfileResult | None]
     primary: str
-    seen: Sequence[Seen]
+    target: ProfileResult
+    """Of the primary profile."""
+    seen: Seen
     """Of the primary profile's candidates, before this request was counted."""
     hits: Sequence[TierHit | None]
     """By slot; empty where nothing exact was known."""
@@ -55,17 +57,11 @@ class Decision:
 
     @property
     def chosen(self) -> str:
-        return self._target.picked[0].address
-
-    @property
-    def _target(self) -> ProfileResult:
-        result = self.profiles[self.primary]
-        assert result is not None
-        return result
+        return self.target.picked[0].address
 
     @property
     def predicted(self) -> TierHit | None:
-        return self._hit(self._target.picked[0].slot)
+        return self._hit(self.target.picked[0].slot)
 
     def _hit(self, slot: int) -> TierHit | None:
         return self.hits[slot] if slot < len(self.hits) else None
@@ -73,7 +69,7 @@ class Decision:
     @property
     def feed(self) -> str:
         """State of the chosen endpoint's event feed when it was picked; "" = it has none."""
-        certain = self._certain(self._target.picked[0].slot)
+        certain = self._certain(self.target.picked[0].slot)
         return certain[0] if certain else ""
 
     def _certain(self, slot: int) -> tuple[str, float] | None:
@@ -96,7 +92,7 @@ class Decision:
             "skipped_plugins": list(self.skipped),
             "profile": self.primary,
             "chosen": self.chosen,
-            "fallbacks": [endpoint.address for endpoint in self._target.picked[1:]],
+            "fallbacks": [endpoint.address for endpoint in self.target.picked[1:]],
             "other_profiles": {
                 name: [endpoint.address for endpoint in result.picked] if result else None
                 for name, result in self.profiles.items()
@@ -131,9 +127,8 @@ class Decision:
         }
 
     def _candidates(self) -> Iterator[dict[str, Any]]:
-        target = self._target
-        for index, endpoint in enumerate(target.endpoints):
-            load, requests, tokens = self.seen[index]
+        target = self.target
+        for index, (endpoint, load, requests, tokens) in enumerate(zip(target.endpoints, *self.seen, strict=True)):
             feed, trust = self._certain(endpoint.slot) or ("", None)
             yield {
                 "endpoint": endpoint.address,
@@ -184,7 +179,8 @@ class Decisions:
         weights: Mapping[str, float] | None = None,
     ) -> Decision:
         """To be called before the request counts as in flight; the caller completes it with `Decision.finish`."""
-        request = scheduling.request
+        request, target = scheduling.request, result.target
+        endpoints = target.endpoints
         decision = Decision(
             id=request.id[:_LONGEST_TEXT],
             at=self._wall_clock(),
@@ -195,7 +191,12 @@ class Decisions:
             blocks={name: (match.total, match.block_size) for name, match in scheduling.matches.items()},
             profiles=result.profiles,
             primary=result.primary,
-            seen=[(e.load, e.inflight_requests, e.inflight_tokens) for e in result.target.endpoints],
+            target=target,
+            seen=(
+                [endpoint.load for endpoint in endpoints],
+                [endpoint.inflight_requests for endpoint in endpoints],
+                [endpoint.inflight_tokens for endpoint in endpoints],
+            ),
             hits=scheduling.hits,
             certainty=scheduling.certainty,
             unscored=request.unscored,
@@ -208,9 +209,9 @@ class Decisions:
 
     def _keep(self, decision: Decision) -> None:
         self._ring.append(decision)
-        self._room -= len(decision.seen)
+        self._room -= len(decision.target.endpoints)
         while self._ring and (len(self._ring) > self.capacity or self._room < 0):
-            self._room += len(self._ring.popleft().seen)
+            self._room += len(self._ring.popleft().target.endpoints)
 
     def newest(self, *, model: str = "", endpoint: str = "") -> Iterator[Decision]:
         """Newest first; of a model (as the client or the engine names it) and a chosen endpoint, where given."""

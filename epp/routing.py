@@ -86,7 +86,7 @@ class Termination(Enum):
     ERROR = "error"
 
 
-class Outcome(Struct, frozen=True):
+class Outcome(Struct, frozen=True, gc=False):
     """How the exchange ended. Exactly one a request, in every way a stream can end."""
 
     termination: Termination

@@ -6,6 +6,7 @@ The only importer of the generated protobuf module. Does no I/O and keeps no sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -15,7 +16,7 @@ from epp.exchange import actions as act
 from epp.exchange import events as ev
 from epp.exchange.events import BodyMode
 from epp.exchange.machine import PeerError
-from epp.routing import DESTINATION, LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, RequestHead, ResponseHead
+from epp.routing import DESTINATION, LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, RequestHead, ResponseHead, Route
 from proto import ext_proc_pb2 as pb
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -109,11 +110,14 @@ def _header_map(headers: pb.HeaderMap) -> dict[str, str]:
     return {h.key.lower(): h.raw_value.decode("utf-8", "replace") or h.value for h in headers.headers}
 
 
+_BODY_MODES = {mode.value: mode for mode in BodyMode}
+
+
 def _body_mode(number: int) -> BodyMode:
-    try:
-        return BodyMode(number)
-    except ValueError:
-        raise PeerError(f"unknown body mode {number}") from None
+    mode = _BODY_MODES.get(number)
+    if mode is None:
+        raise PeerError(f"unknown body mode {number}")
+    return mode
 
 
 def _subset(message: pb.ProcessingRequest) -> Sequence[str] | None:
@@ -135,14 +139,30 @@ def _served(message: pb.ProcessingRequest) -> str:
 
 
 def _namespace(message: pb.ProcessingRequest, name: str) -> Struct | None:
-    metadata = message.metadata_context.filter_metadata
-    return metadata.get(name)
+    return message.metadata_context.filter_metadata.get(name) if message.HasField("metadata_context") else None
 
 
 # Encoding
 
 
 def _route_request(action: act.RouteRequest) -> bytes:
+    route = action.route
+    if (
+        action.response_mode is None
+        and route.body is None
+        and not (route.set_headers or route.remove_headers or route.metadata)
+    ):
+        return _plain_route(action.phase, route.destination)
+    return _write_route(action)
+
+
+@lru_cache(4096)
+def _plain_route(phase: act.Phase, destination: str) -> bytes:
+    """Most routes say nothing but the destination, and there are few of those."""
+    return _write_route(act.RouteRequest(Route(destination), phase))
+
+
+def _write_route(action: act.RouteRequest) -> bytes:
     message = pb.ProcessingResponse()
     common = getattr(message, action.phase.value).response
     common.clear_route_cache = True
@@ -172,12 +192,17 @@ def _forward_request_body(action: act.ForwardRequestBody) -> bytes:
 
 
 def _forward_response_headers(action: act.ForwardResponseHeaders) -> bytes:
+    return _write_response_headers(action.body_mode, tuple(action.set_headers))
+
+
+@lru_cache(64)
+def _write_response_headers(body_mode: BodyMode | None, set_headers: tuple[tuple[str, str], ...]) -> bytes:
     message = pb.ProcessingResponse()
     message.response_headers.SetInParent()
-    if action.set_headers:
-        _set_headers(message.response_headers.response.header_mutation, action.set_headers)
-    if action.body_mode is not None:
-        _override_modes(message.mode_override, action.body_mode)
+    if set_headers:
+        _set_headers(message.response_headers.response.header_mutation, set_headers)
+    if body_mode is not None:
+        _override_modes(message.mode_override, body_mode)
     return message.SerializeToString()
 
 

@@ -88,11 +88,14 @@ class Doubts:
         self.is_connected, self.why_lost = False, why
         self._outdated(now)
 
-    def heard(self, now: float) -> None:
-        """A live message, which was judged by its number."""
+    def heard(self, now: float) -> bool:
+        """A live message, which was judged by its number. Whether it takes a doubt away."""
         self.heard_at = now
+        if not self.is_doubtful and not self.is_silent and self.outdated_at is None:
+            return False
         self.is_doubtful = self.is_silent = False
         self.outdated_at = None
+        return True
 
     def recovered(self) -> None:
         """The publisher's memory has brought the picture up to date."""

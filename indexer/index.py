@@ -45,6 +45,8 @@ class PrefixIndex:
         """Every model and adapter name that is known → root of its chains."""
         self.plans: dict[tuple[Residency, ...], Any] = {}
         """For match.py: what it derives from lanes, block sizes and models; emptied whenever those change."""
+        self.changes = 0
+        """How often they did."""
         self.budget = 0
         """Bytes for all of the index, residencies and parked events included; 0 = without bound."""
         self.forgotten = 0
@@ -94,6 +96,7 @@ class PrefixIndex:
     def changed(self) -> None:
         """Lanes, block sizes or models are no longer what they were."""
         self.plans.clear()
+        self.changes += 1
 
     def renew(self, name: str) -> None:
         """The adapter of this name is another one than before: what is held of it counts no more."""

@@ -7,8 +7,9 @@ to be reusable and nothing of how an engine hashes, so engines with different ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain as join
 from struct import Struct
 from typing import Any
 
@@ -17,6 +18,8 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 MAX_EXTRA = 128
 """Bytes of what is kept of a block's extras."""
+AT_ONCE = 64
+"""Blocks that are cut out of tokens at once."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -31,20 +34,28 @@ def chain(tokens: bytes, block_size: int, parent: int, extras: Mapping[int, byte
 
     `block_size` is in tokens, > 0. `extras`: block number → `encode_extras(…)`; blocks with none are absent.
     """
-    digest, key, blocks = xxh3_64_intdigest, parent, _blocks(tokens, block_size)
-    if not extras:
-        return [key := digest(block, key) for (block,) in blocks]
-    return [key := digest(block + extras.get(number, b""), key) for number, (block,) in enumerate(blocks)]
+    digest, key, size = xxh3_64_intdigest, parent, 4 * block_size
+    if extras:
+        blocks = enumerate(_blocks(tokens, size))
+        return [key := digest(block + extras.get(number, b""), key) for number, block in blocks]
+    if len(tokens) == size:
+        return [digest(tokens, key)]
+    return [key := digest(block, key) for block in _blocks(tokens, size)]
 
 
-def _blocks(tokens: bytes, block_size: int) -> Iterator[tuple[bytes]]:
-    partial = len(tokens) % (4 * block_size)
-    return _splitter(block_size)(tokens[:-partial] if partial else tokens)
+def _blocks(tokens: bytes, size: int) -> Iterable[bytes]:
+    count = len(tokens) // size
+    if count <= AT_ONCE:
+        return _blocks_of(size, count).unpack(tokens[: count * size])
+    rest = count % AT_ONCE
+    end = (count - rest) * size
+    pieces = _blocks_of(size, AT_ONCE).iter_unpack(tokens[:end])
+    return join(join.from_iterable(pieces), _blocks_of(size, rest).unpack(tokens[end : end + rest * size]))
 
 
-@lru_cache(maxsize=64)
-def _splitter(block_size: int) -> Callable[[bytes], Iterator[tuple[bytes]]]:
-    return Struct(f"{4 * block_size}s").iter_unpack
+@lru_cache(maxsize=4 * AT_ONCE)
+def _blocks_of(size: int, count: int) -> Struct:
+    return Struct(f"{size}s" * count)
 
 
 def block_key(tokens: bytes, before: int, extra: bytes = b"") -> int:

@@ -39,6 +39,10 @@ class Lane:
 
     def add_chain(self, keys: list[int], *, count_copies: bool = True) -> list[int]:
         """The same for distinct keys. Returns the masks before; [] if nobody held any of them."""
+        if len(keys) == 1:
+            before = self.masks.get(keys[0], 0)
+            self.add(keys[0], count_copies=count_copies)
+            return [before] if before else []
         size = len(self.masks)
         masks = list(map(self.masks.setdefault, keys, repeat(self.bit)))
         new = len(self.masks) - size

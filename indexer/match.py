@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import itemgetter, mul
+
+import msgspec
 
 from indexer.hybrid import Runs, hbm_hit, load_hit
 from indexer.index import PrefixIndex
 from indexer.keys import chain, encode_extras
-from indexer.plan import Group, Ruled, Stage, plan
+from indexer.plan import Group, Ruled, plan
 from indexer.residency import Residency
+from indexer.steps import column
 from indexer.walk import walk
 
-_COLUMNS = frozenset({"gpu", "cpu", "storage"})
+TIERS = ("gpu", "cpu", "storage", "other")
+"""`other`: media that the indexer has no name for."""
 
 
 class Prompt:
@@ -50,8 +53,7 @@ class Prompt:
         return keys
 
 
-@dataclass(slots=True)
-class Match:
+class Match(msgspec.Struct):
     """Blocks served from each tier: columns aligned with `residencies`."""
 
     residencies: Sequence[Residency]
@@ -60,17 +62,20 @@ class Match:
     storage: list[int]
     other: list[int]
     """Tiers of media that the indexer has no name for."""
-    recomputed: dict[int, str] = field(default_factory=dict)
+    recomputed: dict[int, str] = msgspec.field(default_factory=dict)
     """Whose last block comes from which tier but for its last token, which the engine computes anew."""
 
     def column(self, tier: str) -> list[int]:
-        return getattr(self, tier) if tier in _COLUMNS else self.other
+        found: list[int] = getattr(self, column(tier))
+        return found
 
-    def tokens(self, tier: str, sizes: Sequence[int]) -> list[int]:
-        """The column, in tokens. `sizes`: the residencies' block sizes, which callers ask for once."""
-        tokens = list(map(mul, self.column(tier), sizes))
+    def tokens(self, sizes: Sequence[int]) -> list[list[int]]:
+        """For each of `TIERS` its column in tokens; empty = nothing at all. `sizes`: the residencies' block sizes,
+        which callers ask for once."""
+        columns = self.gpu, self.cpu, self.storage, self.other
+        tokens = [list(map(mul, column, sizes)) if any(column) else [] for column in columns]
         for i, last in self.recomputed.items():
-            tokens[i] -= last == tier
+            tokens[TIERS.index(last)][i] -= 1
         return tokens
 
     def blocks(self, i: int) -> int:
@@ -81,18 +86,19 @@ class Match:
         return self.blocks(i) * self.residencies[i].block_size - (i in self.recomputed)
 
 
-def match(index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency]) -> Match:
-    """Residencies whose block size is not known yet have nothing."""
+def match(
+    index: PrefixIndex, prompt: Prompt, residencies: Sequence[Residency], groups: Sequence[Group] | None = None
+) -> Match:
+    """Residencies whose block size is not known yet have nothing. `groups`: their `plan`, for who keeps it as long as
+    `PrefixIndex.changes` stays the same."""
     zeros = [0] * len(residencies)
     result = Match(residencies, zeros, zeros[:], zeros[:], zeros[:])
-    for group in plan(index, residencies):
+    for group in plan(index, residencies) if groups is None else groups:
         unknown = group.alias_root if prompt.model else group.root
         keys = prompt.keys(group.block_size, index.roots.get(prompt.model, unknown))
         index.asked(keys)
-        if keys and (group.first or group.sharers):
-            ends = walk(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result.gpu)
-            if ends or group.sharers:
-                _add_lower(group, ends, index.masks, keys, result)
+        if keys and (group.steps.first.running or group.sharers):
+            _add_plain(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result)
         if keys and group.ruled:
             runs = Runs(index.masks, keys)
             for member, ruled in group.ruled.items():
@@ -124,19 +130,10 @@ def _add_ruled(member: int, ruled: Ruled, runs: Runs, tokens: int, result: Match
         result.recomputed[member] = "storage" if in_storage else "cpu"
 
 
-def _add_lower(
-    group: Group, ends: Mapping[Stage, int], masks: Mapping[int, int], keys: list[int], result: Match
-) -> None:
-    """What the tiers below HBM serve: whole chunks, and no less than a chunk's worth of blocks."""
-    size = group.chunk
-    mixed = dict.fromkeys(group.sharers)
-    for stage, at in ends.items():
-        if stage is not group.lower[stage.member]:
-            mixed[stage.member] = None
-            continue
-        gain = at - at % size - result.gpu[stage.member]
-        if gain >= size:
-            result.column(stage.tier)[stage.member] = gain - group.thinned.get(stage.member, 0)
+def _add_plain(group: Group, masks: Mapping[int, int], keys: list[int], gpu_blocks: int, result: Match) -> None:
+    """HBM runs, and what the tiers below serve after them: whole chunks, and no less than a chunk's worth of blocks."""
+    columns = {"gpu": result.gpu, "cpu": result.cpu, "storage": result.storage, "other": result.other}
+    mixed = {*group.sharers, *walk(group, masks, keys, gpu_blocks, columns)}
     if mixed:
         runs = _runs(group, masks, keys)
         for member in mixed:

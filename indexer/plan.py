@@ -6,46 +6,22 @@ Each engine whose KV-cache groups are not all alike goes by a rule of its own (h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any
 
 from indexer.groups import Rule
 from indexer.hybrid import Loads, loads
 from indexer.index import PrefixIndex
 from indexer.residency import Residency
+from indexer.steps import Stage, Steps
 
 MAX_PLANS = 64
-MAX_SETS = 1024
+MAX_CANDIDATES = 8192
+"""Of all plans together, as each remembers what becomes of its candidates' stages; a single plan may have more."""
 _ORDER = {"gpu": 0, "cpu": 1, "storage": 2}
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Stage:
-    """One tier of one candidate. An engine asks its tiers in turn, each from where the one before it ended."""
-
-    member: int
-    """Position among the candidates."""
-    tier: str
-    bits: int
-    """A block counts if it has all of them (several: one a KV-cache group). Of a store that others share, a bit that
-    stands for it (`Group.stores`)."""
-    next: Stage | None
-
-
-class Ended(NamedTuple):
-    """Stages that end at the same block."""
-
-    bits: int
-    """All of theirs."""
-    members: Sequence[int]
-    """Of the HBM stages."""
-    lower: Sequence[Stage]
-    """The others."""
-    after: int
-    """Bits of the stages that follow."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,16 +56,12 @@ class Group:
     chunk: int
     beyond: int
     """The first bit that no lane has."""
-    first: int = 0
-    """Bits of every member's first stage."""
+    steps: Steps = field(default_factory=Steps)
+    """How the members' stages end."""
     gpu: int = 0
     """Bits of the HBM stages."""
     low: int = 0
     """Bits of the stages below HBM."""
-    flat: bool = True
-    """Is every stage below HBM its member's last, and of one bit?"""
-    lower: dict[int, Stage] = field(default_factory=dict)
-    """Member → its first stage below HBM that the walk knows."""
     below: dict[int, Sequence[Stage]] = field(default_factory=dict)
     """Member → all its stages below HBM, in order."""
     ruled: dict[int, Ruled] = field(default_factory=dict)
@@ -103,10 +75,6 @@ class Group:
     sharers: list[int] = field(default_factory=list)
     """Members with such a store. Its bit cannot tell the walk whose stage has ended, so those stages are no part of
     it."""
-    ended: dict[int, Ended] = field(default_factory=dict)
-    """What `end` found before."""
-    _stages: dict[int, Stage] = field(default_factory=dict)
-    """By each of its bits."""
 
     def enter(self, member: int, residency: Residency, rule: Rule) -> None:
         if not rule.is_plain:
@@ -122,16 +90,13 @@ class Group:
                 below.append(Stage(member, tier, self._store(needs), None))
                 continue
             stage = Stage(member, tier, sum(needs), stage)
-            self._stages.update(dict.fromkeys(_each(stage.bits), stage))
             if tier == "gpu":
                 self.gpu |= stage.bits
             else:
-                self.flat = self.flat and stage.next is None and stage.bits.bit_count() == 1
-                self.lower[member] = stage
                 below.append(stage)
         if self.chunk > 1 and residency.is_thinned:
             self.thinned[member] = self.chunk - 1
-        self.first |= stage.bits if stage else 0
+        self.steps.enter(stage, self.thinned.get(member, 0))
         self.below[member] = below[::-1]
         self.low |= _union(stage.bits for stage in below)
         if any(map(residency.shares, (stage.tier for stage in below))):
@@ -151,27 +116,17 @@ class Group:
                 lacking ^= bit
         return lacking
 
-    def end(self, bits: int) -> Ended:
-        """The stages with any of these bits. Remembered, as the same sets of endpoints share prefixes again and again:
-        look into `ended` first."""
-        stages = dict.fromkeys(self._stages[bit] for bit in _each(bits))
-        ended = Ended(
-            bits=_union(stage.bits for stage in stages),
-            members=tuple(stage.member for stage in stages if stage.tier == "gpu"),
-            lower=tuple(stage for stage in stages if stage.tier != "gpu"),
-            after=_union(stage.next.bits for stage in stages if stage.next),
-        )
-        if len(self.ended) >= MAX_SETS:
-            self.ended.clear()
-        self.ended[bits] = ended
-        return ended
+
+def is_full(sets: Collection[Sequence[Any]], further: int) -> bool:
+    """Whether there is no room for plans of one more set of candidates, a `further` number of them."""
+    return len(sets) >= MAX_PLANS or sum(map(len, sets)) + further > MAX_CANDIDATES
 
 
 def plan(index: PrefixIndex, residencies: Sequence[Residency]) -> Sequence[Group]:
     candidates = tuple(residencies)
     groups: Sequence[Group] | None = index.plans.get(candidates)
     if groups is None:
-        if len(index.plans) >= MAX_PLANS:
+        if is_full(index.plans, len(candidates)):
             index.plans.clear()
         groups = index.plans[candidates] = _groups(candidates, 1 << index.width)
     return groups
@@ -189,12 +144,6 @@ def _groups(candidates: Sequence[Residency], beyond: int) -> Sequence[Group]:
 
 def _union(masks: Iterable[int]) -> int:
     return reduce(or_, masks, 0)
-
-
-def _each(bits: int) -> Iterator[int]:
-    while bits:
-        yield bits & -bits
-        bits &= bits - 1
 
 
 def _rank(tier: str) -> tuple[int, str]:

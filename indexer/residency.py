@@ -317,11 +317,11 @@ class Residency:
         if lane is None:
             return
         self.stored_blocks += len(event.hashes)
-        parent = self._parent_key(event) if event.tokens and says_all(event) else None
-        if parent is None:
+        before = self._key_before(event) if event.tokens and says_all(event) else None
+        if before is None:
             self._store_by_hash(event, lane)
         else:
-            keys = keys_after(event, parent, self._unit)
+            keys = keys_after(event, before, self._unit)
             masks = lane.add_chain(keys, count_copies=not event.repeats)
             self._learn(event.hashes, keys, masks)
         if self.parking or (self._pools and any(pool.parking for pool in self._pools.values())):
@@ -373,12 +373,16 @@ class Residency:
     def _parent_key(self, event: BlockStored) -> int | None:
         """Key of the block before the event's first; None if unknown. Before a prompt's first block it is the root,
         provided that the event lets us tell a salted block from an unsalted one."""
-        if event.parent is not None:
-            return self._key(event.parent)
-        if not says_all(event):
+        if event.parent is None and not says_all(event):
             first = event.tokens[: 4 * event.block_size]
             if event.lora_name or not is_unsalted_first_block(event.hashes[0], first):
                 return None
+        return self._key_before(event)
+
+    def _key_before(self, event: BlockStored) -> int | None:
+        """The same of an event that says all."""
+        if event.parent is not None:
+            return self._key(event.parent)
         return self._adapter_root(event.lora_name) if event.lora_name else self._root
 
     def _adapter_root(self, name: str) -> int | None:
@@ -460,7 +464,8 @@ class Residency:
 
     def _admit(self, event: BlockStored) -> Lane | None:
         """The lane that the event's blocks belong in; None, counted, if they are not to be indexed."""
-        scope = (event.tier, event.group, event.kind, event.window, event.lora_name, described_size(event))
+        size = event.block_size if event.tokens else described_size(event)
+        scope = (event.tier, event.group, event.kind, event.window, event.lora_name, size)
         lane = self._admitted.get(scope)
         if lane is None:
             lane = self._examine(event)
@@ -552,6 +557,8 @@ class Residency:
         self._index.changed()
 
     def _learn_chunk(self, blocks: int) -> None:
+        if blocks == self._learned_chunk:
+            return
         # Offloading announces one chunk an event. Publishers of other CPU tiers announce any number of blocks, of which
         # 1 is the common divisor soon enough.
         chunk = gcd(self._learned_chunk, blocks)

@@ -12,8 +12,10 @@ need not be known to the block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
 
 import msgspec
 
@@ -39,7 +41,7 @@ class Speculation:
         self._max_keys = max_keys
         self._notes: OrderedDict[Hashable, list[_Note]] = OrderedDict()
         """Request → what was noted for it; the oldest first."""
-        self._counts: dict[Hashable, Counter[int]] = {}
+        self._counts: dict[Hashable, dict[int, int]] = {}
         """Holder → key → how many requests wait for it."""
         self.keys = 0
         self.dropped = 0
@@ -54,21 +56,18 @@ class Speculation:
         """0..1"""
         return self.keys / self._max_keys
 
-    def holders(self) -> Collection[Hashable]:
-        """Who has notes at all."""
-        return self._counts.keys()
-
-    def add(self, request: Hashable, holder: Hashable, keys: Sequence[int], now: float) -> None:
-        """`request` was sent to `holder`, which will hold the consecutive `keys`. May be called several times for one
-        request: several prompts, several holders."""
-        keys = _sample(keys)
+    def add(self, request: Hashable, holder: Hashable, keys: Sequence[int], now: float, start: int = 0) -> None:
+        """`request`, a prompt with these keys, was sent to `holder`, which will hold those from number `start` on. May
+        be called several times for one request: several prompts, several holders."""
+        keys = _sample(keys, start)
         if not keys:
             return
         if self.keys + len(keys) > self._max_keys:
             self.dropped += 1
             return
         self._notes.setdefault(request, []).append(_Note(holder, keys, now + self.time_to_live))
-        self._counts.setdefault(holder, Counter()).update(keys)
+        counts = self._counts.setdefault(holder, {})
+        counts.update(zip(keys, [count + 1 for count in map(counts.get, keys, repeat(0))], strict=True))
         self.keys += len(keys)
 
     def drop(self, request: Hashable) -> None:
@@ -96,35 +95,38 @@ class Speculation:
                 return
             self.drop(request)
 
-    def run(self, holder: Hashable, keys: Sequence[int], start: int) -> int:
-        """How many of `keys`, from `start` on without a hole, `holder` will probably hold: at least."""
-        counts = self._counts.get(holder)
-        if counts is None or start >= len(keys):
-            return 0
-        sample = _sample(keys)
-        first = _number_from(start)
-        if first >= len(sample) or sample[first] not in counts:
-            return 0
-        end = bisect_left(range(first, len(sample)), True, key=lambda i: sample[i] not in counts) + first
-        return _block(end - 1) + 1 - start
+    def runs(self, keys: Sequence[int], columns: Mapping[Any, int], starts: Sequence[int]) -> dict[int, int]:
+        """For each column, of one holder, how many of `keys` that will probably hold from number `starts[column]` on
+        without a hole: at least. Columns of which that is 0 are left out."""
+        found = {}
+        sample = _sample(keys, 0)
+        for holder, counts in self._counts.items():
+            column = columns.get(holder)
+            if column is not None:
+                start = starts[column]
+                first = _number_from(start)
+                if first < len(sample) and sample[first] in counts:
+                    end = bisect_left(sample, True, first, key=lambda key: key not in counts)
+                    found[column] = _block(end - 1) + 1 - start
+        return found
 
     def _take_out(self, note: _Note) -> None:
         counts = self._counts.get(note.holder)
         self.keys -= len(note.keys)
         if counts is None:
             return
-        for key in note.keys:
-            left = counts[key] - 1
-            if left:
-                counts[key] = left
-            else:
-                del counts[key]
+        left = list(map(counts.pop, note.keys, repeat(1)))
+        if max(left) > 1:
+            counts.update((key, count - 1) for key, count in zip(note.keys, left, strict=True) if count > 1)
         if not counts:
             del self._counts[note.holder]
 
 
-def _sample(keys: Sequence[int]) -> Sequence[int]:
-    return keys if len(keys) <= DENSE else [*keys[:DENSE], *keys[DENSE::STRIDE]]
+def _sample(keys: Sequence[int], start: int) -> Sequence[int]:
+    """Of those from number `start` on."""
+    if len(keys) <= DENSE:
+        return keys[start:] if start else keys
+    return [*keys[start:DENSE], *keys[_block(max(DENSE, _number_from(start))) :: STRIDE]]
 
 
 def _block(number: int) -> int:

@@ -51,6 +51,7 @@ RETRY_AFTER = 30.0
 """Seconds to the next, at most."""
 MANY = 5
 """Failures after which it is that long."""
+_STEADY = (State.LIVE, State.UNSURE)
 
 
 class Rim(Protocol):
@@ -88,6 +89,8 @@ class Stream:
         """Rebuilds in a row that failed."""
         self._late = False
         """Messages of a backlog are coming in."""
+        self._settled_on: object = None
+        """`_grounds` of the present state."""
         self._snapshots = True
         """May the publisher give snapshots? Until it has answered that it does not."""
         self.instance: str | None = None
@@ -105,6 +108,8 @@ class Stream:
         """When `state` began."""
         self.trust = 1.0
         """What the picture is worth, compared with a live one: 0 to 1."""
+        self.judged: Callable[[], None] = lambda: None
+        """Called when `state` or `trust` have changed; for who keeps what follows from them."""
 
     def __repr__(self) -> str:
         return f"<Stream {self.state.value} {self._copy.numbers!r}>"
@@ -175,7 +180,7 @@ class Stream:
             return
         if message.topic != self._topic:
             self._rename(message.topic)
-        if isinstance(batch, Batch) and self._is_of_another_life(batch):
+        if isinstance(batch, Batch) and batch.instance != self.instance and self._is_of_another_life(batch):
             self._restarted(message, batch.instance)
         else:
             self._receive(message, batch)
@@ -183,9 +188,13 @@ class Stream:
             self._delay.hear(batch.timestamp, now)
             if batch.notes is not None:
                 self.told.hear(batch.notes, now)
-        self._doubts.heard(now)
-        odd = self.state is not State.LIVE or self._copy.numbers.since != 0 or self._recovery is not None
-        if odd or self._delay.is_late(now):
+        if (
+            self._doubts.heard(now)
+            or self._recovery is not None
+            or self.state not in _STEADY
+            or self._delay.is_late(now) != self._late
+            or self._grounds() != self._settled_on
+        ):
             self._settle()
 
     def _receive(self, message: Message, batch: Batch | Exception) -> None:
@@ -323,7 +332,7 @@ class Stream:
         try:
             if batch.notes is not None:
                 copy.residency.told(batch.notes)
-            copy.residency.apply(batch)
+            copy.residency.apply(batch.events)
         except Exception as error:
             self._log_fault("applied")
             return error
@@ -619,7 +628,7 @@ class Stream:
         if self._doubts.notice_silence(self.told, now) or self._late != self._delay.is_late(now):
             self._settle()
         elif self.state is not State.LIVE:
-            self.trust = self._doubts.trust(self._copy.numbers, now, late=self._late)
+            self._judge(self.state, self._doubts.trust(self._copy.numbers, now, late=self._late))
 
     def _settle(self) -> None:
         now = self._clock()
@@ -631,11 +640,22 @@ class Stream:
             if state in (State.UNSURE, State.LOST):
                 name = self._copy.residency.name
                 logger.warning("event stream is %s: %s", state.value, reason, extra={"publisher": name})
-        self.state, self.reason = state, reason
-        self.trust = self._doubts.trust(self._copy.numbers, now, late=self._late)
+        self.reason = reason
+        self._judge(state, self._doubts.trust(self._copy.numbers, now, late=self._late))
+        self._settled_on = self._grounds()
         # a repair keeps batches back
         is_current = self._doubts.is_current(self.told, late=self._late) and not isinstance(self._recovery, Repair)
         self._copy.residency.standing = Standing.CURRENT if is_current else Standing.DOUBTED
+
+    def _grounds(self) -> tuple[SequenceTracker, int | None, str]:
+        """Of how complete the picture is. While they stay, one more message mostly changes nothing."""
+        numbers = self._copy.numbers
+        return numbers, numbers.since, self._doubts.why_incomplete
+
+    def _judge(self, state: State, trust: float) -> None:
+        if state is not self.state or trust != self.trust:
+            self.state, self.trust = state, trust
+            self.judged()
 
     @property
     def _is_learning(self) -> bool:

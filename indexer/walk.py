@@ -1,71 +1,74 @@
 """One walk over a prompt's keys that finds how far every candidate's blocks reach, tier after tier.
 
-A mask of the stages still running loses bits where a block lacks them: an HBM stage at any block, a lower one at the
-last block of a chunk, which is the block that engines look up. A stage that ends hands over to its member's next. No
-candidate is looked at on its own, and neighbouring blocks mostly share their mask (lane.py sees to that), so only the
-ends of runs cost Python instructions.
+Stages run on until a block lacks their bits: an HBM stage any block, a lower one the last block of a chunk, which is
+the block that engines look up. A stage that ends hands over to its member's next (steps.py). No candidate is looked at
+on its own, and neighbouring blocks mostly share their mask (lane.py sees to that), so only the ends of runs cost Python
+instructions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from operator import length_hint
+from typing import Any
 
-from indexer.plan import Group, Stage
+from indexer.plan import Group
+from indexer.steps import STAY
 
 NOBODYS = -1
 """A key that no block has."""
 
 
 def walk(
-    group: Group, masks: Mapping[int, int], keys: list[int], gpu_blocks: int, gpu_runs: list[int]
-) -> dict[Stage, int]:
-    """Sets `gpu_runs[member]` to the number of blocks that come from HBM, of which at most `gpu_blocks` may.
+    group: Group, masks: Mapping[int, int], keys: list[int], gpu_blocks: int, columns: Mapping[str, list[int]]
+) -> Collection[int]:
+    """Writes into the members' columns how many blocks come from HBM, of which at most `gpu_blocks` may, and from their
+    first stages below: whole chunks, and no less than a chunk's worth of blocks.
 
-    Returns, for each stage below that was asked and may serve something, the number of the first block that it does
-    not serve, to be rounded down to a whole chunk.
+    Returns members that went on to a later stage, whose columns below HBM are not right then.
     """
-    lower: dict[Stage, int] = {}
-    running, chunk, known = group.first, group.chunk, group.ended
+    chunk, take, gpu = group.chunk, group.steps.take, columns["gpu"]
+    mixed: set[int] = set()
+    state = group.steps.first
+    steps = state.steps
     left = keys[:gpu_blocks]
     left.append(NOBODYS)  # there all HBM runs end
-    rest = iter(left)
-    for found, _ in groupby(map(masks.get, rest)):
-        mask = found or 0
-        missing = running & ~mask
-        if not missing:
+    rest: Any = iter(left)
+    count_left = rest.__length_hint__
+    for mask, _ in groupby(map(masks.get, rest)):
+        step = steps.get(mask) or take(state, mask)
+        if step is STAY:
             continue
         # The iterator knows how many keys are left, and `groupby` has taken the first one of this mask.
-        at = gpu_blocks - length_hint(rest)
+        at = gpu_blocks - count_left()
         if chunk > 1 or at == gpu_blocks:
-            mask |= _lower_mask(group, masks, keys, at)
-            missing &= ~mask
-            if not missing:
+            mask = (mask or 0) | _lower_mask(group, masks, keys, at)
+            step = steps.get(mask) or take(state, mask)
+            if step is STAY:
                 continue
-        bits, members, stages, after = known.get(missing) or group.end(missing)
-        running ^= bits
-        for member in members:
-            gpu_runs[member] = at
-        if at:
-            for stage in stages:
-                lower[stage] = at
-        if after:
-            running |= after & mask if group.flat else _begin(group, after, mask)
-        if not running:
-            return lower
-    lower.update(dict.fromkeys(group.end(running).lower, len(keys)))
-    return lower
+        state, runs, lower, later = step
+        for member in runs:
+            gpu[member] = at
+        if lower:
+            _serve(lower, at, chunk, columns)
+        if later:
+            mixed.update(later)
+        steps = state.steps
+        if not state.running:
+            return mixed
+    _, _, lower, later = steps.get(None) or take(state, None)
+    _serve(lower, len(keys), chunk, columns)
+    mixed.update(later)
+    return mixed
 
 
-def _begin(group: Group, bits: int, mask: int) -> int:
-    """Of the stages with these bits those that have the block, and of the others those that follow, if they have it."""
-    begun = 0
-    while absent := bits & ~mask:
-        skipped = group.ended.get(absent) or group.end(absent)
-        begun |= bits & ~skipped.bits
-        bits = skipped.after
-    return begun | bits
+def _serve(lower: Sequence[tuple[str, int, int]], at: int, chunk: int, columns: Mapping[str, list[int]]) -> None:
+    """Stages that end at block number `at`."""
+    gpu, end = columns["gpu"], at - at % chunk
+    for column, member, thinned in lower:
+        gain = end - gpu[member]
+        if gain >= chunk:
+            columns[column][member] = gain - thinned
 
 
 def _lower_mask(group: Group, masks: Mapping[int, int], keys: list[int], at: int) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import isfinite
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 
@@ -221,6 +222,9 @@ _Packed = msgspec.Raw
 """What may be anything is not unpacked with the rest: an empty list or map is one byte here and 64 in memory."""
 _ABSENT = _Packed()
 _NULL = b"\xc0"
+_NO_EXTRA_KEYS = (b"", _NULL)
+_NONE_EACH = {msgspec.msgpack.encode([None] * blocks): blocks for blocks in range(1, 65)}
+"""Extra keys of so many blocks that have none, which is what most events say."""
 
 
 class _Metadata(msgspec.Struct, gc=False):
@@ -234,7 +238,7 @@ class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=Fals
 
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None = None
-    token_ids: list[int | _Pair] | None = None
+    token_ids: tuple[int | _Pair, ...] | None = None
     """Pairs where SGLang speculates EAGLE's way: each token with the one that follows it."""
     block_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_SIZE)] | None = None
     lora_id: int | None = None
@@ -249,29 +253,33 @@ class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=Fals
     def _event(self, salt: str | None, in_session: bool, lead: int = 0) -> BlockStored:
         lora_name, parent = self.lora_name or "", self.parent_block_hash
         if isinstance(lora_name, _Metadata):
-            salt = lora_name.cache_salt
-            lora_name = ""
+            salt, lora_name = lora_name.cache_salt, ""
         if self.lora_id and not lora_name:
             raise ValueError(f"lora_id {self.lora_id} without lora_name: whose blocks these are is not known")
         if parent is not None:
             parent = uint64_hash(parent) or None  # some publishers send 0 for "no parent"
         extras: Mapping[int, bytes] | None = None
-        if self.extra_keys is not _ABSENT and (packed := bytes(self.extra_keys)) != _NULL:
+        packed = bytes(self.extra_keys)
+        if packed in _NO_EXTRA_KEYS:
+            if salt:
+                extras = {0: encode_extras([salt])} if parent is None else _NO_EXTRAS
+        elif _NONE_EACH.get(packed) == len(self.block_hashes):
+            extras = _NO_EXTRAS
+        else:
             extras = self._extras(packed, lora_name)
-        elif salt:
-            extras = {0: encode_extras([salt])} if parent is None else _NO_EXTRAS
+        window = self.kv_cache_spec_sliding_window
         return BlockStored(
             _hashes(self.block_hashes),
             parent,
-            _uint32s(self.token_ids or []),
+            _uint32s(self.token_ids) if self.token_ids else b"",
             self.block_size or 0,
-            canonical_tier(self.medium),
+            _TIERS.get(self.medium) or canonical_tier(self.medium),
             lora_name,
             extras,
             self.group_idx,
             self.kv_cache_spec_kind or "",
-            max(0, self.kv_cache_spec_sliding_window or 0),
-            parent is None and in_session,
+            window if window and window > 0 else 0,
+            in_session and parent is None,
             lead,
         )
 
@@ -481,18 +489,24 @@ def uint64_hash(value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")
 
 
-def _hashes(values: list[_Hash]) -> list[int]:
-    if set(map(type, values)) <= {int}:
-        integers = cast(list[int], values)
-        if not integers or min(integers) >= 0:
-            return integers
+def _hashes(values: list[Any]) -> list[int]:
+    try:
+        if not values or min(values) >= 0:
+            return values
+    except TypeError:  # there are digests among them
+        pass
     return [uint64_hash(value) for value in values]
 
 
-def _uint32s(token_ids: list[int | tuple[int, ...]]) -> bytes:
-    if token_ids and isinstance(token_ids[0], tuple):
-        token_ids = [pair[0] if isinstance(pair, tuple) else pair for pair in token_ids]
-    return struct.pack(f"{_BYTE_ORDER}{len(token_ids)}I", *token_ids)
+def _uint32s(token_ids: tuple[int | tuple[int, ...], ...]) -> bytes:
+    if isinstance(token_ids[0], tuple):
+        token_ids = tuple(pair[0] if isinstance(pair, tuple) else pair for pair in token_ids)
+    return _packer(len(token_ids))(*token_ids)
+
+
+@lru_cache(maxsize=256)
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{_BYTE_ORDER}{count}I").pack
 
 
 def _extras(extra_keys: _ExtraKeys, lora_name: str) -> dict[int, bytes]:

@@ -56,6 +56,8 @@ class Reply(Action, frozen=True):
 class Phase(Enum):
     """The message of the data plane that a route is the reply to."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code
+
     HEADERS = "request_headers"
     BODY = "request_body"
 

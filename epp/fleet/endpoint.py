@@ -71,6 +71,8 @@ class Endpoint:
     gone: bool = False
     """Has left the fleet. Requests that waited meanwhile may still hold it, and its slot may have a new owner."""
 
-    @property
-    def address(self) -> str:
-        return self.spec.address
+    address: str = field(init=False)
+    """That of every `spec` it will have."""
+
+    def __post_init__(self) -> None:
+        self.address = self.spec.address

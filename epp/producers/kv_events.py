@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import zmq
@@ -21,12 +21,14 @@ from epp.config.registry import Parameters
 from epp.fleet.endpoint import Endpoint, EndpointSpec, EngineLoad
 from epp.fleet.model_names import Kind, ModelNames
 from epp.producers import readings
+from epp.producers.candidates import Candidates
 from epp.telemetry import Reading
 from indexer.budget import capacity
 from indexer.curve import Curve, load_curve
 from indexer.feed import Feed, FeedAddress, Hub, SharedFeed
 from indexer.index import PrefixIndex
 from indexer.names import NOBODYS
+from indexer.plan import is_full
 from indexer.residency import Residency
 from indexer.speculative import Speculation
 
@@ -46,8 +48,6 @@ MUTE = 100
 POOL_LABELS = {"cpu": "tierpick.ai/cpu-pool", "storage": "tierpick.ai/storage-pool"}
 """Tier → label of endpoints whose engines cannot say that they share it: all with the same value can load from it."""
 
-T = TypeVar("T")
-U = TypeVar("U")
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -107,26 +107,6 @@ def _beside(spec: EndpointSpec, port: int) -> str:
     return f"tcp://{spec.address.rpartition(':')[0]}:{port + spec.rank}"
 
 
-class Candidates:
-    """Endpoints that have a feed, of those given. Columns by slot cover all that were given."""
-
-    def __init__(self, endpoints: Sequence[Endpoint], feeds: Mapping[Endpoint, Feed]) -> None:
-        self.endpoints = [endpoint for endpoint in endpoints if endpoint in feeds]
-        self.streams = [feeds[endpoint].stream for endpoint in self.endpoints]
-        self._slots = [endpoint.slot for endpoint in self.endpoints]
-        self._size = 1 + max((endpoint.slot for endpoint in endpoints), default=-1)
-        self._dense = self._slots == list(range(self._size))
-
-    def by_slot(self, column: Sequence[T], absent: U) -> list[T | U]:
-        """What is aligned with `endpoints`, as a list indexed by slot."""
-        if self._dense:
-            return list(column)
-        result: list[T | U] = [absent] * self._size
-        for slot, value in zip(self._slots, column, strict=True):
-            result[slot] = value
-        return result
-
-
 class KvEvents:
     """Shared by producers: see `of`. A service: it connects in `start` and follows the fleet until `stop`."""
 
@@ -141,7 +121,9 @@ class KvEvents:
         self._totals = readings.Totals()
         self._requests: dict[Endpoint, tuple[int, int]] = {}
         """Requests that ended there since a message was heard, and how many messages that was the last of."""
-        self._candidates: tuple[Sequence[Endpoint], Candidates] | None = None
+        self._candidates: dict[tuple[Endpoint, ...], Candidates] = {}
+        self._latest: Candidates | None = None
+        """Of `_candidates`, those last asked for."""
         self._fleet = environment.fleet
         self._clock = environment.clock
         self._hub: Hub | None = None
@@ -170,10 +152,25 @@ class KvEvents:
         self.config, self._configured_by = config, name
 
     def candidates(self, endpoints: Sequence[Endpoint]) -> Candidates:
-        """Remembered for as long as neither the list (by identity) nor the feeds change."""
-        if self._candidates is None or self._candidates[0] is not endpoints:
-            self._candidates = endpoints, Candidates(endpoints, self.feeds)
-        return self._candidates[1]
+        """Remembered as long as nothing changes that is known of their feeds."""
+        latest = self._latest
+        if latest is not None and latest.given is endpoints and latest.changes == self.index.changes:
+            return latest
+        if latest is not None and latest.changes != self.index.changes:
+            self._forget_candidates()
+        these = tuple(endpoints)
+        found = self._candidates.get(these)
+        if found is None:
+            if is_full(self._candidates, len(these)):
+                self._forget_candidates()
+            found = self._candidates[these] = Candidates(endpoints, self.feeds, self.index)
+        found.given = endpoints
+        self._latest = found
+        return found
+
+    def _forget_candidates(self) -> None:
+        self._candidates.clear()
+        self._latest = None
 
     def served(self, endpoint: Endpoint) -> None:
         """A prompt of at least a block was answered there, so that its engine should have had something to say."""
@@ -271,14 +268,15 @@ class KvEvents:
             address, problem = feed_address(endpoint.spec, self.config), ""
         except ValueError as error:
             address, problem = FeedAddress(), str(error)
-        self._candidates = None
+        self._forget_candidates()
         feed = self.feeds[endpoint] = Feed(lambda: self._publisher(endpoint), address, self._clock)
+        feed.stream.judged = self._forget_candidates
         feed.open(self._hub)
         if problem:
             feed.stream.disconnected(problem)
 
     def endpoint_removed(self, endpoint: Endpoint) -> None:
-        self._candidates = None
+        self._forget_candidates()
         feed = self.feeds.pop(endpoint, None)
         if feed is not None:
             self._totals.ended(feed)

@@ -16,10 +16,10 @@ lost endpoint is thus chosen by its load alone. Proven tokens are never weighed.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from operator import add, mul
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import add, mul, truediv
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,22 +27,20 @@ from epp.config.environment import Environment
 from epp.config.registry import Parameters, plugin
 from epp.config.units import Duration, seconds
 from epp.fleet.endpoint import Endpoint
-from epp.producers.kv_events import Candidates, KvEvents, KvEventsConfig
+from epp.producers.candidates import NOTHING, Candidates
+from epp.producers.kv_events import KvEvents, KvEventsConfig
 from epp.routing import Outcome
-from epp.scheduling.plugin import Certainty, PrefixMatch, Scheduling, SchedulingResult, TierHit
+from epp.scheduling.plugin import PrefixMatch, Scheduling, SchedulingResult, TierHit
 from indexer.match import Match, Prompt, match
-from indexer.residency import Residency
 from indexer.speculative import Speculation
-from indexer.stream import State
 from indexer.wire import canonical_tier
 
 PREFILL = "prefill"
-TIERS = ("gpu", "cpu", "storage", "other")
-"""`other`: media that the indexer has no name for."""
 DEFAULT_WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.8, "storage": 0.5}
 UNKNOWN_WEIGHT = 0.5
 """Of a medium that has neither a default nor a configured weight: no more than the slowest known one."""
 
+T = TypeVar("T", int, float)
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -110,7 +108,7 @@ class PrecisePrefixParameters(Parameters, frozen=True):
 
 
 class Weights(NamedTuple):
-    """What a token in each tier counts; in the order of `TIERS`. 0 = the tier does not count, as cached neither."""
+    """What a token in each tier counts, in the order of `match.TIERS`. 0 = the tier does not count, nor as cached."""
 
     gpu: float
     cpu: float
@@ -127,112 +125,109 @@ class Weights(NamedTuple):
         return cls(1.0, float(parameters.tier in ("cpu", "storage")), float(parameters.tier == "storage"), 0.0)
 
 
-@dataclass(slots=True, eq=False)
-class Lookup:
+class Lookup(msgspec.Struct, eq=False):
     """What the index says of a request. Columns are aligned with `candidates.endpoints`."""
 
     candidates: Candidates
-    residencies: Sequence[Residency]
-    states: Sequence[State]
-    trust: Sequence[float]
-    """In what the residencies show; empty = all of them are live."""
+    roots: Mapping[str, int]
+    """The index's."""
     block_size: int
     """Tokens; that of most candidates."""
+    total: int
+    """Blocks of all prompts."""
     prompts: Sequence[Prompt]
     matches: Sequence[Match]
     """One a prompt."""
-    tokens: Sequence[Sequence[int]]
-    """For each of `TIERS`, the tokens found there, of all prompts; empty = none at any candidate."""
-    speculative: Sequence[Mapping[int, int]]
+    tokens: Sequence[list[int]]
+    """For each of `match.TIERS`, the tokens found there, of all prompts; empty = none at any candidate."""
+    speculative: Sequence[Mapping[int, int]] = ()
     """For each prompt: candidate → blocks after its HBM run that it will probably hold soon. Empty = none at all."""
     noted: bool = False
 
-    @property
-    def total(self) -> int:
-        return sum(len(prompt) // self.block_size for prompt in self.prompts)
-
-    def keys(self, prompt: Prompt, i: int) -> list[int]:
-        residency = self.residencies[i]
-        return prompt.keys(residency.block_size or self.block_size, residency.root_for(prompt.model))
+    def keys(self, prompt: Prompt, shape: tuple[int, int, int]) -> list[int]:
+        """`shape`: of `candidates.shapes`."""
+        size, root, alias_root = shape
+        return prompt.keys(size or self.block_size, self.roots.get(prompt.model, alias_root if prompt.model else root))
 
 
 def look_up(events: KvEvents, scheduling: Scheduling, default_block: int) -> Lookup:
-    request = scheduling.request
+    request, index = scheduling.request, events.index
     candidates = events.candidates(scheduling.endpoints)
-    streams = candidates.streams
-    residencies = [stream.residency for stream in streams]
-    states = [stream.state for stream in streams]
-    trust = () if states.count(State.LIVE) == len(states) else [stream.trust for stream in streams]
-    sizes = [residency.own_block_size or residency.block_size for residency in residencies]
-    block = max(set(sizes) - {0}, key=sizes.count, default=default_block)
-    model = events.served_as(request.target_model)
+    model, block = events.served_as(request.target_model), candidates.block_size or default_block
     prompts = [Prompt(tokens, model, request.cache_salt) for tokens in request.tokens]
-    matches = [match(events.index, prompt, residencies) for prompt in prompts]
-    tokens = [_tokens(matches, sizes, tier) for tier in TIERS]
-    lookup = Lookup(candidates, residencies, states, trust, block, prompts, matches, tokens, ())
-    if len(events.speculation):
-        lookup.speculative = [_runs(events.speculation, lookup, number) for number in range(len(prompts))]
+    matches = [match(index, prompt, candidates.residencies, candidates.plan) for prompt in prompts]
+    tables = [found.tokens(candidates.sizes) for found in matches]
+    tokens = tables[0] if len(tables) == 1 else [_sum(columns) for columns in zip(*tables, strict=True)]
+    total = sum([len(prompt) // block for prompt in prompts])
+    lookup = Lookup(candidates, index.roots, block, total, prompts, matches, tokens)
+    if events.speculation:
+        lookup.speculative = [_runs(events.speculation, lookup, *each) for each in zip(prompts, matches, strict=True)]
     return lookup
 
 
-def _tokens(matches: Sequence[Match], sizes: Sequence[int], tier: str) -> Sequence[int]:
-    columns = [found.tokens(tier, sizes) for found in matches if any(found.column(tier))]
-    return columns[0] if len(columns) == 1 else list(map(sum, zip(*columns, strict=True)))
+def _sum(columns: Iterable[list[T]]) -> list[T]:
+    """Row by row, of those that are not empty."""
+    total: list[T] = []
+    for column in columns:
+        total = list(map(add, total, column)) if total and column else total or column
+    return total
 
 
-def _runs(speculation: Speculation, lookup: Lookup, number: int) -> Mapping[int, int]:
-    """Of one prompt, for the candidates that have any notes."""
-    prompt, found, holders = lookup.prompts[number], lookup.matches[number], speculation.holders()
-    hopeful = [(i, e) for i, e in enumerate(lookup.candidates.endpoints) if e in holders]
-    return {i: speculation.run(e, lookup.keys(prompt, i), found.gpu[i]) for i, e in hopeful}
+def _runs(speculation: Speculation, lookup: Lookup, prompt: Prompt, found: Match) -> Mapping[int, int]:
+    """Of one prompt."""
+    runs: dict[int, int] = {}
+    for shape, positions in lookup.candidates.alike.items():
+        runs |= speculation.runs(lookup.keys(prompt, shape), positions, found.gpu)
+    return runs
 
 
 def hits(lookup: Lookup) -> list[TierHit | None]:
     """Proven tokens by slot; None = not a candidate."""
-    nothing = TierHit()  # shared: most endpoints of a large fleet hold nothing of a prompt
-    zeros = [0] * len(lookup.residencies)
+    candidates = lookup.candidates
+    if not any(lookup.tokens):
+        return candidates.no_hits
+    zeros = [0] * len(candidates.endpoints)
     columns = zip(*(column or zeros for column in lookup.tokens), strict=True)
-    found = [
-        TierHit(gpu, cpu, storage + other) if gpu or cpu or storage or other else nothing
+    found: list[TierHit | None] = [
+        TierHit(gpu, cpu, storage + other) if gpu or cpu or storage or other else NOTHING
         for gpu, cpu, storage, other in columns
     ]
-    return lookup.candidates.by_slot(found, None)
-
-
-def certainty(lookup: Lookup) -> Certainty:
-    by_slot = lookup.candidates.by_slot
-    return Certainty(by_slot(lookup.states, None), by_slot(lookup.trust, 0.0) if lookup.trust else ())
+    return candidates.by_slot(found, None)
 
 
 def published(lookup: Lookup, weights: Weights, *, speculative: bool) -> PrefixMatch:
-    weighted, counted = [0.0] * len(lookup.residencies), [0] * len(lookup.residencies)
-    for column, weight in zip(lookup.tokens, weights, strict=True):
-        if column and weight:
-            weighted = [before + tokens * weight for before, tokens in zip(weighted, column, strict=True)]
-            counted = list(map(add, counted, column))
-    if speculative:
-        _add_speculative(weighted, lookup, weights)
-    if lookup.trust:
-        weighted = list(map(mul, weighted, lookup.trust))
-    blocks = [tokens / lookup.block_size for tokens in weighted]
-    by_slot = lookup.candidates.by_slot
-    return PrefixMatch(lookup.total, lookup.block_size, by_slot(blocks, 0.0), by_slot(counted, 0))
-
-
-def _add_speculative(weighted: list[float], lookup: Lookup, weights: Weights) -> None:
-    for found, runs in zip(lookup.matches, lookup.speculative, strict=False):
+    candidates, block_size = lookup.candidates, lookup.block_size
+    counting = [(column, weight) for column, weight in zip(lookup.tokens, weights, strict=True) if column and weight]
+    expected = lookup.speculative if speculative and any(lookup.speculative) else ()
+    if not counting and not expected:
+        return PrefixMatch(lookup.total, block_size, candidates.no_blocks, candidates.no_tokens)
+    columns = [list(map(mul, column, repeat(weight))) for column, weight in counting]
+    weighted = _sum(columns) or [0.0] * len(candidates.endpoints)
+    below = any(lookup.tokens[1:])
+    for found, runs in zip(lookup.matches, expected, strict=False):
         for i, run in runs.items():
-            size = lookup.residencies[i].block_size or lookup.block_size
-            weighted[i] += _speculative_gain(found, i, run, weights) * size
+            gain = _speculative_gain(found, i, run, weights) if below else run * weights.gpu
+            weighted[i] += gain * (candidates.sizes[i] or block_size)
+    if candidates.trust:
+        weighted = list(map(mul, weighted, candidates.trust))
+    blocks = candidates.by_slot(list(map(truediv, weighted, repeat(block_size))), 0.0)
+    counted = _sum(column for column, _ in counting)
+    tokens = candidates.by_slot(counted, 0) if counted else candidates.no_tokens
+    return PrefixMatch(lookup.total, block_size, blocks, tokens)
 
 
 def _speculative_gain(found: Match, i: int, run: int, weights: Weights) -> float:
     """In blocks. The run will be in HBM: what lower tiers serve of it today is counted as HBM then, not twice."""
     gain, left = run * weights.gpu, run
-    for blocks, weight in zip((found.cpu[i], found.storage[i], found.other[i]), weights[1:], strict=True):
-        replaced = min(left, blocks)
-        gain -= replaced * weight
-        left -= replaced
+    for blocks, weight in (
+        (found.cpu[i], weights.cpu),
+        (found.storage[i], weights.storage),
+        (found.other[i], weights.other),
+    ):
+        if blocks:
+            replaced = min(left, blocks)
+            gain -= replaced * weight
+            left -= replaced
     return gain
 
 
@@ -275,8 +270,8 @@ class PrecisePrefixCacheProducer:
         if lookup is None:
             started = time.perf_counter()
             lookup = scheduling.notes[self.type] = look_up(self._events, scheduling, self._block)
-            scheduling.hits, scheduling.certainty = hits(lookup), certainty(lookup)
-            longest = max(map(sum, zip(*filter(None, lookup.tokens), strict=True)), default=0) // lookup.block_size
+            scheduling.hits, scheduling.certainty = hits(lookup), lookup.candidates.certainty
+            longest = max(_sum(lookup.tokens), default=0) // lookup.block_size
             self._telemetry.looked_up(time.perf_counter() - started, longest)
         return lookup
 
@@ -287,15 +282,16 @@ class PrecisePrefixCacheProducer:
             return
         lookup.noted = True
         for profile in (result.target, result.profiles.get(PREFILL)):
-            if profile is not None and profile.picked[0] in lookup.candidates.endpoints:
+            if profile is not None and profile.picked[0] in lookup.candidates.positions:
                 self._note(scheduling, lookup, profile.picked[0])
 
     def _note(self, scheduling: Scheduling, lookup: Lookup, endpoint: Endpoint) -> None:
-        i = lookup.candidates.endpoints.index(endpoint)
+        candidates = lookup.candidates
+        position = candidates.positions[endpoint]
         for prompt, found in zip(lookup.prompts, lookup.matches, strict=True):
-            keys = lookup.keys(prompt, i)[found.gpu[i] :]
+            keys = lookup.keys(prompt, candidates.shapes[position])
             # not under the request's id: clients choose those, and may repeat them
-            self._events.speculation.add(lookup, endpoint, keys, scheduling.now)
+            self._events.speculation.add(lookup, endpoint, keys, scheduling.now, found.gpu[position])
 
     def finished(self, scheduling: Scheduling, result: SchedulingResult, outcome: Outcome) -> None:
         lookup: Lookup | None = scheduling.notes.pop(self.type, None)

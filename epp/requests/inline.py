@@ -29,8 +29,8 @@ class InlineEncoder:
 
     def __init__(self, backend: Backend, words: pretokens.Words, cut: re.Pattern[str], *, composes: bool) -> None:
         tokens = backend.get_added_tokens_decoder()
-        self._raw = _splitter(token.content for token in tokens.values() if not token.normalized)
-        self._normalised = _splitter(token.content for token in tokens.values() if token.normalized)
+        self._raw = _Splitter(token.content for token in tokens.values() if not token.normalized)
+        self._normalised = _Splitter(token.content for token in tokens.values() if token.normalized)
         self._token_ids = {token.content: to_bytes([number]) for number, token in tokens.items()}
         self._composes = composes
         self._words = words
@@ -40,17 +40,18 @@ class InlineEncoder:
 
     def encode(self, text: str) -> bytes:
         """The tokenizer takes out raw tokens first, and looks for the others in what it has made of the rest."""
-        return self._around_tokens(self._raw, text, self._encode_normalised)
+        return self._around_tokens(self._raw.split(text), self._encode_normalised)
 
     def _encode_normalised(self, text: str) -> bytes:
-        if self._composes and not text.isascii() and self._normalised.search(text):
+        parts = self._normalised.split(text)
+        if len(parts) > 1 and self._composes and not text.isascii():
             return self._odd_ids[text]  # what follows a token may compose with its last character
-        return self._around_tokens(self._normalised, text, self._encode_plain)
+        return self._around_tokens(parts, self._encode_plain)
 
-    def _around_tokens(self, tokens: re.Pattern[str], text: str, encode: Callable[[str], bytes]) -> bytes:
-        parts = tokens.split(text)
+    def _around_tokens(self, parts: list[str], encode: Callable[[str], bytes]) -> bytes:
+        """Every second part is a token."""
         if len(parts) == 1:
-            return encode(text)
+            return encode(parts[0])
         return b"".join([self._token_ids[part] if at % 2 else encode(part) for at, part in enumerate(parts)])
 
     def _encode_plain(self, text: str) -> bytes:
@@ -65,8 +66,16 @@ class InlineEncoder:
         return b"".join(map(self._encode_plain, stretches))
 
 
-def _splitter(tokens: Iterable[str]) -> re.Pattern[str]:
-    return re.compile(f"({any_of(filter(None, tokens))})")
+class _Splitter:
+    """Finds added tokens. Most are not ASCII, and looking for the others alone in ASCII text takes next to no time."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        known = set(filter(None, tokens))
+        self._patterns = [re.compile(f"({any_of(some)})") for some in (known, filter(str.isascii, known))]
+
+    def split(self, text: str) -> list[str]:
+        """What is around tokens, and tokens, in turn."""
+        return self._patterns[text.isascii()].split(text)
 
 
 class _Remembered(dict[str, bytes]):

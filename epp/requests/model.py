@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 
 @dataclass(slots=True, frozen=True)
 class ChatPrompt:
@@ -24,8 +26,7 @@ Prompt = str | bytes | ChatPrompt
 """Text, token ids (little-endian uint32), or a chat to be rendered."""
 
 
-@dataclass(slots=True)
-class InferenceRequest:
+class InferenceRequest(Struct):
     id: str
     path: str
     headers: Mapping[str, str]

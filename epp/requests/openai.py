@@ -44,10 +44,19 @@ class _Common(msgspec.Struct, gc=False):
     kv_transfer_params: Raw = _ABSENT
 
 
-class _Completion(_Common, gc=False):
-    prompt: Raw = _ABSENT
+class _AnyCompletion(_Common, gc=False):
     prompt_embeds: Raw = _ABSENT
     logprobs: Any = None
+
+
+class _Completion(_AnyCompletion, gc=False):
+    prompt: Raw = _ABSENT
+
+
+class _OneText(_AnyCompletion, gc=False):
+    """What nearly all are: read in one go."""
+
+    prompt: str = ""
 
 
 class _Chat(_Common, gc=False):
@@ -71,6 +80,7 @@ _TEMPLATE_FIELDS = (
     "reasoning_effort",
 )
 
+_one_text_decoder = msgspec.json.Decoder(_OneText)
 _completion_decoder = msgspec.json.Decoder(_Completion)
 _chat_decoder = msgspec.json.Decoder(_Chat)
 _text_decoder = msgspec.json.Decoder(str)
@@ -80,15 +90,24 @@ _ids_decoder = msgspec.json.Decoder(list[int])
 
 
 def parse_completion(request: InferenceRequest) -> None:
-    body = _decode(_completion_decoder, request.body)
+    body = _one_text_body(request.body) or _decode(_completion_decoder, request.body)
     _common(request, body, (body.max_tokens,))
     if _present(body.prompt_embeds):
         request.unscored = request.unscored or "prompt_embeds"
         return
-    prompts, unscored = _prompts(body.prompt)
+    prompts, unscored = ((body.prompt,), "") if isinstance(body, _OneText) else _prompts(body.prompt)
     request.unscored = request.unscored or unscored
     if not request.unscored:
         request.prompts = prompts
+
+
+def _one_text_body(body: bytes) -> _OneText | None:
+    """None for every other body, wrong ones included."""
+    try:
+        found = _one_text_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return found if found.prompt else None
 
 
 def parse_chat(request: InferenceRequest) -> None:
@@ -178,7 +197,7 @@ def _wants_prompt_logprobs(body: _Common) -> bool:
         return True
     if body.echo in (None, False):
         return False
-    return isinstance(body, _Chat) or (isinstance(body, _Completion) and body.logprobs is not None)
+    return isinstance(body, _Chat) or (isinstance(body, _AnyCompletion) and body.logprobs is not None)
 
 
 def _special_tokens(request: InferenceRequest, value: Any) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 LEFT = (
@@ -72,7 +73,7 @@ class Words:
     def ascii(self, text: str) -> list[str]:
         pieces = [text]
         for stage in self.stages:
-            pieces = [word for piece in pieces for word in stage.findall(piece)]
+            pieces = list(chain.from_iterable(map(stage.findall, pieces)))
         return pieces
 
 

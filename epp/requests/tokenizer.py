@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from tokenizers import AddedToken
 
 from epp.requests import model_files, pretokens
@@ -36,8 +36,7 @@ class Untokenisable(Exception):
     """This text has no exact ids; the message says why without quoting it."""
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(Struct):
     """One text: the ids known already and the pieces still to be encoded."""
 
     ids: list[bytes]
@@ -85,16 +84,17 @@ class Tokenizer:
             keys = self._cache.keys(pieces)
         except UnicodeEncodeError:
             raise Untokenisable("lone surrogate") from None
-        plan = Plan([self._prefix] if add_special_tokens else [], [], 0)
+        known = [self._prefix] if add_special_tokens else []
+        missing, cost = [], 0
         for key, piece in zip(keys, pieces, strict=True):
             ids = self._cache.get(key)
             if ids is None:
-                plan.missing.append((len(plan.ids), key, piece))
-                plan.cost += self._cost(piece)
-            plan.ids.append(ids or b"")
+                missing.append((len(known), key, piece))
+                cost += self._cost(piece)
+            known.append(ids or b"")
         if add_special_tokens:
-            plan.ids.append(self._suffix)
-        return plan
+            known.append(self._suffix)
+        return Plan(known, missing, cost)
 
     def _cost(self, piece: str) -> int:
         if self._inline is None:

@@ -126,7 +126,7 @@ def _after_first_line(lines: bytes) -> bytes:
 
 def _larger(known: int | None, fields: dict[str, Any], *names: str) -> int | None:
     for name in names:
-        if (count := _count(fields.get(name))) is not None and (known is None or count > known):
+        if name in fields and (count := _count(fields[name])) is not None and (known is None or count > known):
             known = count
     return known
 
@@ -137,6 +137,4 @@ def _count(value: Any) -> int | None:
         value = int(value) if len(value) < 16 and value.isascii() and value.isdigit() else None
     elif isinstance(value, float):
         value = int(value) if value.is_integer() else None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
-        return None
-    return value
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else None  # a bool is no count

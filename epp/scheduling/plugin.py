@@ -7,8 +7,9 @@ is aligned with the endpoints they were given.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from epp.fleet.endpoint import Endpoint
 from epp.requests.model import InferenceRequest
@@ -16,8 +17,7 @@ from epp.routing import Outcome
 from indexer.stream import State
 
 
-@dataclass(slots=True)
-class PrefixMatch:
+class PrefixMatch(Struct):
     """How much of the prompt each endpoint already holds, as one producer sees it. Lists are by slot."""
 
     total: int
@@ -30,8 +30,7 @@ class PrefixMatch:
     """Tokens matched, unweighted."""
 
 
-@dataclass(slots=True)
-class TierHit:
+class TierHit(Struct, gc=False):
     """Prediction for one endpoint: prompt tokens it will find in each tier. Proven only, no speculation."""
 
     gpu: int = 0
@@ -43,8 +42,7 @@ class TierHit:
         return self.gpu + self.cpu + self.storage
 
 
-@dataclass(slots=True, frozen=True)
-class Certainty:
+class Certainty(Struct, frozen=True):
     """What exact predictions rest on: the endpoints' event feeds, as they were when the index was asked. By slot."""
 
     states: Sequence[State | None]
@@ -58,8 +56,7 @@ class Certainty:
         return None if state is None else (state.value, self.trust[slot] if self.trust else 1.0)
 
 
-@dataclass(slots=True)
-class Scheduling:
+class Scheduling(Struct):
     """One request on its way through the plugins."""
 
     request: InferenceRequest
@@ -67,20 +64,19 @@ class Scheduling:
     """All candidates, before filters."""
     now: float
     """Monotonic seconds, frozen for the whole decision."""
-    matches: dict[str, PrefixMatch] = field(default_factory=dict)
+    matches: dict[str, PrefixMatch] = {}
     """By producer instance name."""
-    hits: list[TierHit | None] = field(default_factory=list)
+    hits: list[TierHit | None] = []
     """Exact per-tier prediction by slot, where a precise producer ran; empty otherwise."""
     certainty: Certainty | None = None
     """Of `hits`."""
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = {}
     """Per-request state of plugins, by plugin instance name."""
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[str] = []
     """Plugins that failed for this request: `name: error`."""
 
 
-@dataclass(slots=True)
-class ProfileResult:
+class ProfileResult(Struct):
     """What one profile run decided."""
 
     endpoints: Sequence[Endpoint]
@@ -93,8 +89,7 @@ class ProfileResult:
     """Best first; the first is the target, the rest are fallbacks."""
 
 
-@dataclass(slots=True)
-class SchedulingResult:
+class SchedulingResult(Struct):
     profiles: Mapping[str, ProfileResult | None]
     primary: str
 

@@ -14,7 +14,7 @@ DEFAULT_PRODUCER = "approx-prefix-cache-producer"
 def matched_shares(scheduling: Scheduling, producer: str, endpoints: Sequence[Endpoint]) -> list[float]:
     """Of each endpoint, the share of the prompt's blocks it holds; zeros where the producer left nothing."""
     match = scheduling.matches.get(producer)
-    if match is None or match.total <= 0:
+    if match is None or match.total <= 0 or not any(match.blocks):
         return [0.0] * len(endpoints)
     blocks, total = match.blocks, match.total
     return [blocks[endpoint.slot] / total for endpoint in endpoints]

@@ -82,7 +82,7 @@ class ProfileRun:
         self, scheduling: Scheduling, endpoints: Sequence[Endpoint], raw: dict[str, Sequence[float]]
     ) -> list[float]:
         """Weighted sums; each scorer's own clamped scores go to `raw`."""
-        totals = [0.0] * len(endpoints)
+        weighted: list[Sequence[float]] = [[0.0] * len(endpoints)]
         before = perf_counter()
         for (plugin, observe), weight in self._scorers:
             try:
@@ -93,11 +93,11 @@ class ProfileRun:
                 self._failures.note(scheduling, plugin, "Scorer", error)
             else:
                 raw[plugin.name] = scores
-                totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
+                weighted.append(scores if weight == 1.0 else [weight * score for score in scores])
             after = perf_counter()
             observe(after - before)
             before = after
-        return totals
+        return list(map(sum, zip(*weighted, strict=True)))
 
     def _pick(
         self, scheduling: Scheduling, endpoints: Sequence[Endpoint], scores: Sequence[float]
@@ -120,12 +120,16 @@ class ProfileRun:
 def one_of_the_best(endpoints: Sequence[Endpoint], scores: Sequence[float], rng: random.Random) -> Endpoint:
     """Equal scores have equal chances. Scores are finite."""
     best = max(scores)
+    if scores.count(best) == 1:
+        return endpoints[scores.index(best)]
     ties = [endpoint for endpoint, score in zip(endpoints, scores, strict=True) if score == best]
-    return ties[0] if len(ties) == 1 else ties[int(rng.random() * len(ties))]
+    return ties[int(rng.random() * len(ties))]
 
 
-def _clamped(scores: Sequence[float], expected: int) -> list[float]:
+def _clamped(scores: Sequence[float], expected: int) -> Sequence[float]:
     """Into [0, 1]; NaN becomes 0."""
     if len(scores) != expected:
         raise ValueError(f"{len(scores)} scores for {expected} endpoints")
+    if scores.count(scores[0]) == expected and 0.0 <= scores[0] <= 1.0:
+        return scores
     return [score if 0.0 <= score <= 1.0 else float(score > 1.0) for score in scores]

@@ -1,16 +1,16 @@
 """Metric families over plain numbers, written by one thread.
 
 prometheus_client's own metrics take a lock for every increment and scan a histogram's buckets one by one; a request
-touches some twenty of them. These are written only by the event loop's thread, need no lock, find the bucket by
-bisection, and become prometheus_client values when somebody scrapes.
+touches some twenty of them. These are written only by the event loop's thread, need no lock, count observations many
+at a time, find the bucket by bisection, and become prometheus_client values when somebody scrapes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.samples import Sample
@@ -43,33 +43,42 @@ class Counter:
 
 
 class Histogram:
-    """Buckets are upper bounds, ascending, without infinity."""
+    """Buckets are upper bounds, ascending, without infinity.
 
-    __slots__ = ("bounds", "counts", "sum")
+    `observe` only notes the value. What is noted is counted by `fold`: when it is read, and by the owner now and then,
+    which bounds it.
+    """
+
+    __slots__ = ("_counts", "_noted", "_sum", "bounds", "observe")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._noted: list[float] = []
+        self.observe: Callable[[float], None] = self._noted.append
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def count(self, value: float) -> None:
+        """At once, for what may come any number of times a request."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self._sum += value
 
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
+    def fold(self) -> None:
+        for value in self._noted:
+            self.count(value)
+        self._noted.clear()
 
     def samples(self, name: str, labels: dict[str, str]) -> Iterator[Sample]:
         """Nothing before the first observation, so that pre-resolved histograms do not fill the page with zeros."""
-        *below, count = accumulate(self.counts)
+        self.fold()
+        *below, count = accumulate(self._counts)
         if not count:
             return
         for bound, cumulated in zip(self.bounds, below, strict=True):
             yield Sample(f"{name}_bucket", {**labels, "le": _float_text(bound)}, cumulated)
         yield Sample(f"{name}_bucket", {**labels, "le": "+Inf"}, count)
         yield Sample(f"{name}_count", labels, count)
-        yield Sample(f"{name}_sum", labels, self.sum)
+        yield Sample(f"{name}_sum", labels, self._sum)
 
 
 class _Child(Protocol):
@@ -101,6 +110,9 @@ class Family(Generic[ChildT]):
             found = self._children.setdefault(values, self._make())
         return found
 
+    def children(self) -> Iterable[ChildT]:
+        return self._children.values()
+
     def forget(self, *values: str) -> None:
         self._children.pop(values, None)
 
@@ -130,9 +142,18 @@ class Group:
     """Families as attributes, collected in the order of their assignment."""
 
     def collect(self) -> Iterator[Metric]:
-        for family in vars(self).values():
-            if isinstance(family, Family):
-                yield from family.collect()
+        for family in self._families():
+            yield from family.collect()
+
+    def fold(self) -> None:
+        """All histograms."""
+        for family in self._families():
+            if family.kind == "histogram":
+                for child in family.children():
+                    child.fold()
+
+    def _families(self) -> Iterator[Family[Any]]:
+        return (value for value in vars(self).values() if isinstance(value, Family))
 
 
 class Names:

@@ -16,6 +16,8 @@ class RequestFamilies(Group):
         self.models = Names()
         self.fairness_ids = Names()
         self._resolved: dict[tuple[str, ...], RequestMetrics] = {}
+        self._known: dict[tuple[str, str, str, int], RequestMetrics] = {}
+        """By values that are labels as they stand: as many as there are label sets."""
         name = "llm_d_epp_{}".format
         self.total = counter(name("request_total"), "Requests with a readable model name.", LABELS)
         self.errors = counter(
@@ -66,6 +68,10 @@ class RequestFamilies(Group):
         return len(self._resolved)
 
     def resolve(self, model: str, target: str, fairness: str, priority: int) -> RequestMetrics:
+        given = (model, target, fairness, priority)
+        known = self._known.get(given)
+        if known is not None:
+            return known
         values: tuple[str, ...] = (
             self.models.bound(model),
             self.models.bound(target),
@@ -77,6 +83,8 @@ class RequestFamilies(Group):
             if len(self._resolved) >= self.limit:
                 values = (OTHER,) * len(LABELS)
             found = self._resolved.setdefault(values, RequestMetrics(self, values))
+        if values == (model, target, fairness, str(priority)):
+            self._known[given] = found
         return found
 
 
@@ -144,4 +152,4 @@ class RequestMetrics:
 
     def chunk_gap(self, seconds: float) -> None:
         """Time between two chunks of a streamed response."""
-        self._itl.observe(seconds)
+        self._itl.count(seconds)

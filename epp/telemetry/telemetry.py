@@ -24,6 +24,8 @@ from epp.telemetry.requests import RequestFamilies, RequestMetrics
 
 _PLUGIN = ("plugin_name", "plugin_type")
 _UNSCORED_REASONS = 50
+FOLDED = 128
+"""Requests after which what their histograms have noted is counted."""
 
 
 class Telemetry(Collector):
@@ -35,6 +37,8 @@ class Telemetry(Collector):
         self._prefix = _PrefixFamilies()
         self._prediction = _PredictionFamilies()
         self._data_layer = _DataLayerFamilies()
+        self._groups = (self._requests, self._scheduling, self._prefix, self._prediction, self._data_layer)
+        self._until_fold = FOLDED
         self._unscored_reasons = Names(_UNSCORED_REASONS)
         self._info = gauge("llm_d_epp_info", "The running build.", ("commit", "build_ref"))
         self._info.child(commit, build_ref).set(1)
@@ -48,7 +52,7 @@ class Telemetry(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for group in (self._requests, self._scheduling, self._prefix, self._prediction, self._data_layer):
+        for group in self._groups:
             yield from group.collect()
         yield from self._info.collect()
         for pool in self._pools:
@@ -59,6 +63,11 @@ class Telemetry(Collector):
 
     def requests(self, model: str, target: str, fairness_id: str, priority: int) -> RequestMetrics:
         """`started` and `finished` of one request must go to the same object."""
+        self._until_fold -= 1
+        if not self._until_fold:
+            self._until_fold = FOLDED
+            for group in self._groups:
+                group.fold()
         return self._requests.resolve(model, target, fairness_id, priority)
 
     def bounded_fairness_id(self, fairness_id: str) -> str:
@@ -66,10 +75,10 @@ class Telemetry(Collector):
 
     def request_processed(self, seconds: float) -> None:
         """Our own time from request headers to the routing answer."""
-        self._scheduling.request_processing.child().observe(seconds)
+        self._scheduling.request_processed.observe(seconds)
 
     def response_processed(self, seconds: float) -> None:
-        self._scheduling.response_processing.child().observe(seconds)
+        self._scheduling.response_processed.observe(seconds)
 
     def unscored(self, reason: str) -> None:
         """`reason` is one of a few words; past 50 different ones it becomes "other"."""
@@ -79,7 +88,7 @@ class Telemetry(Collector):
 
     def scheduled(self, target_model: str, endpoint: Endpoint | None, seconds: float) -> None:
         """One scheduling attempt; `endpoint` None = none was found."""
-        self._scheduling.e2e.child().observe(seconds)
+        self._scheduling.scheduled.observe(seconds)
         self._scheduling.attempt(self._requests.models.bound(target_model), endpoint).value += 1
 
     def plugin_duration(self, extension_point: str, plugin_type: str, plugin_name: str) -> Histogram:
@@ -173,6 +182,9 @@ class _SchedulingFamilies(Group):
             "The picker's own time for the response side of an exchange.",
             buckets.RESPONSE_PROCESSING,
         )
+        self.scheduled = self.e2e.child()
+        self.request_processed = self.request_processing.child()
+        self.response_processed = self.response_processing.child()
         self._by_endpoint: dict[Endpoint | None, dict[str, Counter]] = {None: {}}
 
     def attempt(self, target_model: str, endpoint: Endpoint | None) -> Counter:
@@ -239,12 +251,13 @@ class _PrefixFamilies(Group):
         self.latency = histogram(
             "llm_d_epp_kv_cache_index_lookup_latency_seconds", "One walk of the index.", buckets.PROMETHEUS_DEFAULT
         )
+        self._took = self.latency.child()
 
     def looked_up(self, seconds: float, longest: int) -> None:
         self.requests.child().value += 1
         self.hits.child().value += longest
         self.longest.child().value += longest
-        self.latency.child().observe(seconds)
+        self._took.observe(seconds)
 
 
 class _PredictionFamilies(Group):
@@ -267,15 +280,14 @@ class _PredictionFamilies(Group):
             ("result", "feed"),
         )
         self.unscored = counter("tierpick_unscored_requests_total", "Requests routed without a prompt.", ("reason",))
-        for tier in ("gpu", "cpu", "storage"):
-            self.tokens.child(tier)
+        self._gpu, self._cpu, self._storage = map(self.tokens.child, ("gpu", "cpu", "storage"))
         for result in ("exact", "below", "above"):
             self.results.child(result, "live")
 
     def predict(self, chosen: TierHit, best: int, prompt_tokens: int) -> None:
-        self.tokens.child("gpu").value += chosen.gpu
-        self.tokens.child("cpu").value += chosen.cpu
-        self.tokens.child("storage").value += chosen.storage
+        self._gpu.value += chosen.gpu
+        self._cpu.value += chosen.cpu
+        self._storage.value += chosen.storage
         self.best.child().value += best
         self.prompt.child().value += prompt_tokens
 

@@ -3,7 +3,7 @@
 COMMAND starts the picker; `{port}`, `{health_port}`, `{engine}` (its address) and `{engine_port}` (it answers at every
 127.x.x.x) in it are replaced. Without one, a picker with a director that does nothing is measured: what the ext_proc
 side alone costs. Client and engine run in this process, so the figures are the picker's own: the CPU clock of its
-process, all threads.
+process, all threads. Each is the best of a few rounds, as other work on the machine only ever adds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.bench.bench_tokens import CHARS_PER_TOKEN, Text, completion
 
 HOST = "127.0.0.1"
 SMALL_REQUESTS = 2000
+SMALL_ROUNDS = 5
 SMALL_CHARS = int(200 * CHARS_PER_TOKEN)
 CONCURRENCY = 8
 LONG_REQUESTS = 16
@@ -50,14 +51,33 @@ async def measure(command: Sequence[str]) -> dict[str, float]:
     """Microseconds of CPU, by the keys that bench.json has."""
     results = {}
     async with running(command, Profile.BUFFERED) as stack:
-        results["cpu_us_small_buffered"] = await stack.cpu_us(small_requests) / SMALL_REQUESTS
-        bodies = long_bodies()
-        await stack.each_connection(lambda _: [bodies.pop()], 1)  # from now on the picker knows the common part
-        results["cpu_us_100k_1000chunks_buffered"] = await stack.cpu_us(sending(bodies, 4)) / len(bodies)
+        first, *later = await small_requests(stack)
+        results["cpu_us_small_buffered"] = min(later)
+        results["cpu_us_small_buffered_just_started"] = first
+        results["cpu_us_100k_1000chunks_buffered"] = min([await long_requests(stack, seed) for seed in range(2)])
     async with running(command, Profile.DUPLEX) as stack:
-        results["cpu_us_per_chunk_duplex"] = await us_per_chunk(stack, STREAMS, Pace(chunks=200, gap_s=0.005))
+        many = Pace(chunks=200, gap_s=0.005)
+        results["cpu_us_per_chunk_duplex"] = min([await us_per_chunk(stack, STREAMS, many) for _ in range(3)])
         results["cpu_us_per_chunk_duplex_4_streams"] = await us_per_chunk(stack, 4, Pace())
     return results
+
+
+async def small_requests(stack: Stack) -> list[float]:
+    """A figure a round. Each request has a prompt of its own, as a cache of tokens knows what has been asked before; in
+    the first round most words are new as well."""
+    text = Text()
+    rounds = []
+    for _ in range(SMALL_ROUNDS):
+        bodies = [completion(text.take(SMALL_CHARS)) for _ in range(SMALL_REQUESTS)]
+        load = sending([request(body) for body in bodies], CONCURRENCY)
+        rounds.append(await stack.cpu_us(load) / SMALL_REQUESTS)
+    return rounds
+
+
+async def long_requests(stack: Stack, seed: int) -> float:
+    bodies = long_bodies(seed)
+    await stack.each_connection(lambda _: [bodies.pop()], 1)  # from now on the picker knows the common part
+    return await stack.cpu_us(sending(bodies, 4)) / len(bodies)
 
 
 async def us_per_chunk(stack: Stack, streams: int, pace: Pace) -> float:
@@ -71,16 +91,9 @@ async def us_per_chunk(stack: Stack, streams: int, pace: Pace) -> float:
 # The loads
 
 
-async def small_requests(stack: Stack) -> None:
-    """Each with a prompt of its own, as a cache of tokens knows only what has been asked before."""
-    text = Text()
-    bodies = [completion(text.take(SMALL_CHARS)) for _ in range(SMALL_REQUESTS)]
-    await sending([request(body) for body in bodies], CONCURRENCY)(stack)
-
-
-def long_bodies() -> list[bytes]:
+def long_bodies(seed: int) -> list[bytes]:
     """One more than is measured: the first makes the common part known."""
-    text = Text()
+    text = Text(seed)
     known = text.take(LONG_CHARS - CHANGED_CHARS)
     prompts = [known + text.take(CHANGED_CHARS) for _ in range(LONG_REQUESTS + 1)]
     return [request(json.dumps({"model": "m", "prompt": prompt, "stream": True}).encode()) for prompt in prompts]

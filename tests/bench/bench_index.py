@@ -11,7 +11,9 @@ Scenarios, stated because figures depend on them:
 - *match*: a prompt of `B` blocks, `E` endpoints with an HBM and a CPU tier. Of eight endpoints two hold nothing, three
   a system prompt (an eighth of the blocks) in both tiers, one a run of random length in HBM, one such a run that goes
   on in CPU RAM, and one such a run in CPU RAM alone. `…_scattered`: every endpoint has runs of random lengths of its
-  own. Keys are computed before, the set of candidates has been seen before, and the index holds 64 000 blocks more.
+  own. Keys are computed before, the prompt and the set of candidates have been seen before, and the index holds 64 000
+  blocks more. `…_conversations`: 2000 prompts in turn, which share a system prompt of 16 blocks; each is held by one to
+  three endpoints, in both tiers, for a random length. What is remembered of prompts does not suffice for them.
 - *memory*: blocks of 32-block prompts, each held by 64 publishers in one tier, everything counted: masks, hash → key,
   residencies (resident set and tracemalloc). `…_cpu`: the same blocks in the CPU tier too.
 """
@@ -25,6 +27,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -136,6 +139,7 @@ def measure_match(repeat: int) -> dict[str, float]:
         for endpoints in (8, 64, 512)
     }
     figures["match_us_512_blocks_64_endpoints_scattered"] = _match(512, 64, repeat, _scattered)
+    figures["match_us_100_blocks_64_endpoints_conversations"] = _match_conversations(100, 64)
     return figures
 
 
@@ -167,6 +171,23 @@ def _match(
     prompt = Prompt(struct.pack(f"<{len(token_ids)}I", *token_ids))
     assert any(match(index, prompt, residencies).cpu)
     return _best_of(lambda: match(index, prompt, residencies), repeat) / 1000
+
+
+def _match_conversations(blocks: int, endpoints: int, conversations: int = 2000, system: int = 16) -> float:
+    """CPU microseconds a match."""
+    rng = random.Random(blocks * endpoints)
+    index = PrefixIndex()
+    residencies = [index.publisher(str(i)) for i in range(endpoints)]
+    first: dict[str, Any] = _event(rng, system)
+    prompts = []
+    for _ in range(conversations):
+        rest: dict[str, Any] = _event(rng, blocks - system)
+        event = {**rest, **{name: [*first[name], *rest[name]] for name in ("block_hashes", "token_ids", "extra_keys")}}
+        for residency in rng.sample(residencies, rng.choice((1, 1, 1, 2, 3))):
+            for medium in ("GPU", "CPU"):
+                residency.apply(decode_batch(_payload(_cut(event, rng.randrange(system, blocks), medium))))
+        prompts.append(Prompt(struct.pack(f"<{blocks * BLOCK_SIZE}I", *event["token_ids"])))
+    return _best_of(lambda: [match(index, prompt, residencies) for prompt in prompts], 1) / 1000 / conversations
 
 
 def _fill_with_other_prompts(residencies: list[Residency], rng: random.Random) -> None:

@@ -178,6 +178,12 @@ def set_headers(mutation: Any) -> list[tuple[str, bytes]]:
 
 
 class TestRoute:
+    def test_a_route_that_only_names_its_destination_is_encoded_like_any_other(self):
+        for route in (ROUTE, Route("10.0.0.8:8000"), Route("10.0.0.7:8000,10.0.0.8:8000")):
+            for phase in act.Phase:
+                action = act.RouteRequest(route, phase)
+                assert wire.encode(action) == wire.encode(action) == wire._write_route(action)
+
     @pytest.mark.parametrize("phase", list(act.Phase))
     def test_header_metadata_and_cleared_route_cache(self, phase):
         response = encode(act.RouteRequest(ROUTE, phase))

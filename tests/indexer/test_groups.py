@@ -62,7 +62,7 @@ def cached(pod, tokens, **prompt):
     """Tokens that HBM, CPU RAM and storage would serve of the text's first `tokens`."""
     ids = [*text(40)][:tokens]
     found = match(pod._index, Prompt(pack(ids), **prompt), [pod])
-    served = tuple(found.tokens(tier, [pod.block_size])[0] for tier in ("gpu", "cpu", "storage"))
+    served = tuple(sum(column) for column in found.tokens([pod.block_size])[:3])
     assert sum(served) == found.cached_tokens(0)
     return served
 

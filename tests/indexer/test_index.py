@@ -5,6 +5,7 @@ import struct
 import tracemalloc
 from collections import Counter
 from hashlib import sha256
+from itertools import product
 
 import pytest
 
@@ -33,6 +34,22 @@ def stored(first_token, blocks=4):
 
 def run(index, residency, first_token, blocks=4):
     return match(index, Prompt(pack([first_token, *range(1, blocks * SIZE + 1)])), [residency]).gpu[0]
+
+
+# --- a lane
+
+
+def test_a_chain_of_keys_is_added_as_its_keys_are_one_by_one():
+    index, twin = PrefixIndex(), PrefixIndex()
+    lanes = [(index.open_lane(tier), twin.open_lane(tier)) for tier in ("gpu", "cpu")]
+    chains = [[7], [1, 2, 3], [2, 3, 4, 5], [7], [9, 1], [1]]
+    for count_copies, keys, (together, apart) in product((True, False), chains, lanes):
+        before = [index.masks.get(key, 0) for key in keys]
+        assert together.add_chain(keys, count_copies=count_copies) == (before if any(before) else [])
+        for key in keys:
+            apart.add(key, count_copies=count_copies)
+        assert index.masks == twin.masks
+        assert (together.held, together.surplus) == (apart.held, apart.surplus)
 
 
 # --- clears and the sweep

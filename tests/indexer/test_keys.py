@@ -1,10 +1,11 @@
 import struct
 
+import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.keys import MAX_EXTRA, block_key, chain, encode_extras, root_key
+from indexer.keys import AT_ONCE, MAX_EXTRA, block_key, chain, encode_extras, root_key
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -42,6 +43,20 @@ def test_one_block_at_a_time_is_the_same(values, block_size):
         key = block_key(tokens(values[start : start + block_size]), key)
         keys.append(key)
     assert chain(tokens(values), block_size, 5) == keys
+
+
+@pytest.mark.parametrize("blocks", [1, 2, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE, 3 * AT_ONCE + 1])
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_so_it_is_however_many_blocks_there_are(blocks, more):
+    extras = {0: b"salt", blocks - 1: b"image"}
+    text, size = tokens(range(1000, 1000 + 4 * blocks + more)), 16
+    plain, tainted = [5], [5]
+    for number in range(blocks):
+        block = text[number * size : (number + 1) * size]
+        plain.append(block_key(block, plain[-1]))
+        tainted.append(block_key(block, tainted[-1], extras.get(number, b"")))
+    assert chain(text, 4, 5) == plain[1:]
+    assert chain(text, 4, 5, extras) == tainted[1:]
 
 
 def test_everything_that_tells_blocks_apart_changes_their_key_and_all_after():

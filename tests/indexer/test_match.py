@@ -1,13 +1,16 @@
 """The fleet-wide match against the rule as one would write it for one engine."""
 
 import struct
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer import steps
 from indexer.index import PrefixIndex
 from indexer.match import Prompt, match
+from indexer.plan import plan
 from indexer.wire import BlockStored
 
 SIZE = 2
@@ -77,6 +80,25 @@ def test_every_engine_gets_what_the_rule_says(fleet, prompt_tokens):
         assert (found.gpu[i], found.cpu[i], found.storage[i], found.other[i]) == expected
         assert found.blocks(i) == sum(expected)
         assert found.cached_tokens(i) == sum(expected) * SIZE
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(engines, min_size=1, max_size=6), st.lists(st.integers(0, 27), min_size=1, max_size=6))
+@pytest.mark.parametrize("remembered", [1, 2, 5])
+def test_what_is_remembered_of_prompts_before_changes_nothing(remembered, fleet, prompts):
+    index = PrefixIndex()
+    residencies = [index.publisher(str(number)) for number in range(len(fleet))]
+    for residency, (chunk, held) in zip(residencies, fleet, strict=True):
+        residency.blocks_per_chunk = chunk
+        hold(residency, held, list(range(26)))
+    groups = plan(index, residencies)
+    for tokens in prompts * 2:
+        prompt = Prompt(pack([*range(26), 99][:tokens]))
+        index.plans.clear()
+        afresh = match(index, prompt, residencies)
+        with patch.object(steps, "MAX_STEPS", remembered), patch.object(steps, "MAX_SETS", remembered):
+            for _ in range(3):
+                assert match(index, prompt, residencies, groups) == afresh
 
 
 def fleet_of(*held, chunk=1, text=range(16)):

@@ -8,26 +8,49 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 KEYS = list(range(100, 120))
 
 
+def run(speculation: Speculation, holder: str, keys: list[int], start: int) -> int:
+    return speculation.runs(keys, {holder: 1}, [0, start]).get(1, 0)
+
+
 def test_a_pick_extends_the_run_of_the_picked_endpoint_only() -> None:
     speculation = Speculation()
     speculation.add("r", A, KEYS[:10], now=0.0)
-    assert speculation.run(A, KEYS, 0) == 10
-    assert speculation.run(A, KEYS, 4) == 6
-    assert speculation.run(A, KEYS, 10) == 0
-    assert speculation.run(B, KEYS, 0) == 0
+    assert run(speculation, A, KEYS, 0) == 10
+    assert run(speculation, A, KEYS, 4) == 6
+    assert run(speculation, A, KEYS, 10) == 0
+    assert run(speculation, B, KEYS, 0) == 0
 
 
 def test_only_what_follows_the_proven_run_need_be_noted() -> None:
     speculation = Speculation()
-    speculation.add("r", A, KEYS[6:], now=0.0)
-    assert speculation.run(A, KEYS, 6) == 14
-    assert speculation.run(A, KEYS, 0) == 0
+    speculation.add("r", A, KEYS, now=0.0, start=6)
+    assert run(speculation, A, KEYS, 6) == 14
+    assert run(speculation, A, KEYS, 0) == 0
+
+
+def test_each_holder_has_a_run_of_its_own_from_where_its_proven_one_ends() -> None:
+    speculation = Speculation()
+    speculation.add("r1", A, KEYS[:10], now=0.0)
+    speculation.add("r2", B, KEYS, now=0.0, start=5)
+    speculation.add("r3", "gone", KEYS, now=0.0)
+    columns = {A: 0, B: 2, "idle": 1}
+    assert speculation.runs(KEYS, columns, [2, 0, 5]) == {0: 8, 2: 15}
+    assert speculation.runs(KEYS, columns, [10, 0, 4]) == {}
+
+
+@pytest.mark.parametrize("start", [10, 64, 65, 80, 300])
+def test_a_long_prompt_noted_from_some_block_on_is_found_from_there(start: int) -> None:
+    speculation, keys = Speculation(), list(range(1, 1001))
+    speculation.add("r", A, keys, now=0.0, start=start)
+    assert run(speculation, A, keys, start) > 1000 - start - STRIDE
+    speculation.drop("r")
+    assert speculation.keys == 0
 
 
 def test_another_prompt_with_the_same_beginning_shares_that() -> None:
     speculation = Speculation()
     speculation.add("r", A, KEYS, now=0.0)
-    assert speculation.run(A, [*KEYS[:7], 1, 2, 3], 0) == 7
+    assert run(speculation, A, [*KEYS[:7], 1, 2, 3], 0) == 7
 
 
 def test_two_requests_are_counted_so_the_end_of_one_leaves_the_other() -> None:
@@ -35,9 +58,9 @@ def test_two_requests_are_counted_so_the_end_of_one_leaves_the_other() -> None:
     speculation.add("r1", A, KEYS[:10], now=0.0)
     speculation.add("r2", A, KEYS, now=0.0)
     speculation.drop("r2")
-    assert speculation.run(A, KEYS, 0) == 10
+    assert run(speculation, A, KEYS, 0) == 10
     speculation.drop("r1")
-    assert speculation.run(A, KEYS, 0) == 0
+    assert run(speculation, A, KEYS, 0) == 0
     assert (len(speculation), speculation.keys) == (0, 0)
 
 
@@ -55,10 +78,10 @@ def test_notes_expire() -> None:
     speculation.add("r1", A, KEYS[:5], now=0.0)
     speculation.add("r2", B, KEYS, now=1.5)
     speculation.expire(1.9)
-    assert speculation.run(A, KEYS, 0) == 5
+    assert run(speculation, A, KEYS, 0) == 5
     speculation.expire(2.0)
-    assert speculation.run(A, KEYS, 0) == 0
-    assert speculation.run(B, KEYS, 0) == 20
+    assert run(speculation, A, KEYS, 0) == 0
+    assert run(speculation, B, KEYS, 0) == 20
 
 
 def test_an_endpoint_that_is_gone_has_no_notes() -> None:
@@ -67,8 +90,8 @@ def test_an_endpoint_that_is_gone_has_no_notes() -> None:
     speculation.add("r1", B, KEYS[:3], now=0.0)
     speculation.add("r2", A, KEYS, now=0.0)
     speculation.forget(A)
-    assert speculation.run(A, KEYS, 0) == 0
-    assert speculation.run(B, KEYS, 0) == 3
+    assert run(speculation, A, KEYS, 0) == 0
+    assert run(speculation, B, KEYS, 0) == 3
     assert (len(speculation), speculation.keys) == (1, 3)
 
 
@@ -77,7 +100,7 @@ def test_there_is_a_limit() -> None:
     speculation.add("r1", A, KEYS, now=0.0)
     speculation.add("r2", B, KEYS, now=0.0)
     assert (speculation.keys, speculation.dropped) == (20, 1)
-    assert speculation.run(B, KEYS, 0) == 0
+    assert run(speculation, B, KEYS, 0) == 0
 
 
 @given(
@@ -106,7 +129,7 @@ def test_what_is_noted_is_exactly_what_runs(operations: list[tuple[str, int, int
             model = {r: note for r, note in model.items() if note[2] > now}
         for each in (A, B):
             longest = max((length for holder, length, _ in model.values() if holder == each), default=0)
-            assert speculation.run(each, KEYS, 0) == longest
+            assert run(speculation, each, KEYS, 0) == longest
     assert speculation.keys == sum(length for _, length, _ in model.values())
 
 
@@ -118,8 +141,8 @@ def test_a_long_prompt_is_noted_by_samples_and_its_run_is_never_too_long(shared:
     speculation.add("request", "pod", noted, 0.0)
     assert speculation.keys < 130
     asked = noted[:shared] + [-i for i in range(1, 1001 - shared)]
-    run = speculation.run("pod", asked, start)
-    assert run <= max(0, shared - start)
-    assert run >= max(0, shared - start - STRIDE)
+    found = run(speculation, "pod", asked, start)
+    assert found <= max(0, shared - start)
+    assert found >= max(0, shared - start - STRIDE)
     speculation.drop("request")
-    assert (speculation.keys, speculation.run("pod", asked, start)) == (0, 0)
+    assert (speculation.keys, run(speculation, "pod", asked, start)) == (0, 0)

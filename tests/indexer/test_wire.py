@@ -486,6 +486,15 @@ def test_extra_keys_without_the_adapter(keys, extras):
     assert only_event({**STORED, "extra_keys": keys}).extras == extras
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 15, 16, 63, 64, 65, 192, 1000])
+def test_blocks_without_extra_keys_have_none_and_as_many_are_said(blocks):
+    event = {**STORED, "block_hashes": list(range(blocks)), "token_ids": list(range(2 * blocks))}
+    assert only_event({**event, "extra_keys": [None] * blocks}).extras == {}
+    assert only_event({**event, "extra_keys": [None] * (blocks - 1) + [["a"]]}).extras.keys() == {blocks - 1}
+    for others in (blocks - 1, blocks + 1):
+        assert reason({**event, "extra_keys": [None] * others}) == "bad_field"
+
+
 def test_an_adapter_is_dropped_only_where_it_is_one():
     unnamed = {**STORED, "lora_id": None, "lora_name": None, "extra_keys": [["sql"], None]}
     assert only_event(unnamed).extras == {0: encode_extras(["sql"])}

@@ -61,7 +61,8 @@ class NoHitLruScorer:
         last = len(endpoints) - 1
         if not last:
             return [1.0]
-        turns = [self._turn(endpoint.spec.address) for endpoint in endpoints]
+        taken = self._last_turn.get
+        turns = [taken(endpoint.address) or self._first_turn(endpoint.address) for endpoint in endpoints]
         scores = [0.0] * len(endpoints)
         for place, position in enumerate(sorted(range(len(endpoints)), key=turns.__getitem__)):
             scores[position] = 1.0 - place / last
@@ -87,6 +88,6 @@ class NoHitLruScorer:
         if len(self._last_turn) > self._size:
             self._last_turn.popitem(last=False)
 
-    def _turn(self, address: str) -> int:
-        """Positive: when it last was its turn; negative: never, in an order of this process's own."""
-        return self._last_turn.get(address) or (hash(address) * self._salt & _MASK) - _MASK - 1
+    def _first_turn(self, address: str) -> int:
+        """Of one that never had its turn: before all others (negative), in an order of this process's own."""
+        return (hash(address) * self._salt & _MASK) - _MASK - 1

@@ -41,8 +41,7 @@ class Picker:
                 self.hear(batch)
         self._heard = end - 1
         found = match(self._index, Prompt(array("I", tokens).tobytes(), model), [self.residency])
-        sizes = [self.residency.block_size]
-        gpu, cpu, storage = (found.tokens(tier, sizes)[0] for tier in ("gpu", "cpu", "storage"))
+        gpu, cpu, storage, _ = (sum(column) for column in found.tokens([self.residency.block_size]))
         return gpu, cpu, storage
 
     def hear(self, batch: Batch) -> None:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from epp.config.environment import Environment
 from epp.config.errors import ConfigError, Findings
@@ -21,6 +21,7 @@ from epp.routing import Outcome, Termination
 from epp.scheduling.plugin import Certainty, ProfileResult, Scheduling, SchedulingResult, TierHit
 from epp.scheduling.scheduler import Scheduler
 from epp.telemetry import Telemetry
+from indexer.plan import MAX_CANDIDATES, MAX_PLANS
 from indexer.stream import State
 from indexer.wire import BlockStored
 from tests.epp.scheduling.scheduled import schedule
@@ -198,6 +199,23 @@ class TestMatch:
         producer.produce(scheduling)
         assert (scheduling.matches["precise"].block_size, scheduling.matches["precise"].total) == (16, 8)
 
+    async def test_what_is_known_of_candidates_is_kept_until_it_changes(self, bench: Bench) -> None:
+        a, b, c = bench.endpoints
+        known = bench.events.candidates([a, c])
+        assert bench.events.candidates([c, a]) is not known
+        assert bench.events.candidates([a, c]) is known
+        bench.store(a, range(2))
+        known, before = bench.events.candidates([a, c]), known
+        assert (before.sizes, known.sizes) == ([0, 0], [BLOCK, 0])
+        bench.events.feeds[b].stream.disconnected("the connection broke")
+        assert bench.events.candidates([a, c]) is not known
+        bench.environment.fleet.apply([a.spec, b.spec])
+        assert bench.events.candidates([a, c]).endpoints == [a]
+        for number in range(200):
+            bench.events.candidates([a, b] * number)
+        assert len(bench.events._candidates) <= MAX_PLANS
+        assert sum(map(len, bench.events._candidates)) <= MAX_CANDIDATES
+
     async def test_several_instances_look_up_once(self, bench: Bench) -> None:
         producers = [bench.producer(f"p-{tier}", tier=tier) for tier in ("gpu", "cpu", "all")]
         scheduling = bench.scheduling(tokens(6))
@@ -312,6 +330,31 @@ class TestTrust:
     def states(self, scheduling: Scheduling) -> list[tuple[str, float] | None]:
         assert scheduling.certainty is not None
         return [scheduling.certainty.of(endpoint.slot) for endpoint in scheduling.endpoints]
+
+    async def test_what_happens_to_a_feed_between_two_requests_is_seen_by_the_second(self, bench: Bench) -> None:
+        endpoint, other, _ = bench.endpoints
+        producer, stream = bench.producer(), bench.events.feeds[endpoint].stream
+        stream.connected()
+        stream.live([f"kv@{endpoint.address}@{MODEL}".encode(), bytes(8), msgspec.msgpack.encode([0.0, [], 0])])
+        bench.store(endpoint, range(4))
+
+        def look_up() -> tuple[Any, list[float]]:
+            scheduling = bench.scheduling(tokens(6))
+            producer.produce(scheduling)
+            return self.states(scheduling)[0], scheduling.matches["precise"].blocks
+
+        assert look_up() == (("live", 1.0), [4, 0, 0])
+        stream.disconnected("the connection broke")
+        assert look_up() == (("lost", 0.0), [0, 0, 0])
+        stream.connected()
+        assert look_up() == (("unsure", 0.5), [2, 0, 0])
+        bench.now = 10.0
+        stream.tick()
+        assert look_up() == (("unsure", 0.25), [1, 0, 0])
+        bench.store(other, range(2), "cpu")
+        assert look_up() == (("unsure", 0.25), [1, 0.8 * 2, 0])
+        bench.environment.fleet.apply([endpoint.spec])
+        assert look_up() == (("unsure", 0.25), [1])
 
     async def test_blocks_count_by_how_far_the_feed_is_trusted_and_proven_tokens_in_full(self, bench: Bench) -> None:
         self.happens(bench, *bench.endpoints)

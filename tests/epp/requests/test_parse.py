@@ -124,6 +124,14 @@ def test_blanks_between_the_items_of_json_do_not_matter() -> None:
     assert read(COMPLETIONS, body).prompts == (uint32(1, 2), uint32(3))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [(b'"prompt":["b"],"prompt":"a"', ("a",)), (b'"prompt":"a","prompt":["b"]', ("b",))],
+)
+def test_of_a_repeated_prompt_the_last_counts_whatever_its_form(prompts: bytes, expected: tuple[str]) -> None:
+    assert parse("r", COMPLETIONS, {}, b'{"model":"m",' + prompts + b"}").prompts == expected
+
+
 @pytest.mark.parametrize("prompt", [[-1], [1e20], [True], [1.5], [2**32], [10**30], [[1], [-1]]])
 def test_numbers_that_are_no_token_ids_are_the_engines_business(prompt: Any) -> None:
     request = completion(prompt)

@@ -218,6 +218,20 @@ def test_known_pre_tokenizers_are_cut_at_words_and_stay_exact(family: str, tmp_p
     assert_exact(tokenizer, backend)
 
 
+ASCII = [*filter(str.isascii, FRAGMENTS), "\n    ", "\n \n", "\r\n\t", "/", "'s", '("', " (", "\x0c", "\x1f", "s"]
+
+
+@pytest.mark.parametrize("family", CUTTABLE)
+def test_ascii_text_has_the_tokens_that_the_tokenizer_itself_makes(family: str, tmp_path: Path) -> None:
+    backend = variant(*CUTTABLE[family])
+    tokenizer = OurTokenizer(write_model(tmp_path, backend, {}))
+    chance = random.Random(7)
+    for _ in range(2000):
+        text = "".join(chance.choices(ASCII, k=chance.randint(1, 12)))
+        [encoded] = tokenizer.encode_inline([text])
+        assert ids(encoded) == backend.encode(text, add_special_tokens=False).ids, ascii(text)
+
+
 UNKNOWN = {
     "unknown alternative": (byte_level(split(r"\w+-\w+|" + QWEN2)), None),
     "looks behind": (byte_level(split(r"(?<=a)b|" + QWEN2)), None),

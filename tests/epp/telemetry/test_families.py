@@ -22,15 +22,17 @@ def text(*families: object) -> str:
     return generate_latest(Page(*families)).decode()
 
 
-@given(st.lists(st.floats(0, 20, allow_nan=False), min_size=1, max_size=30))
-def test_a_histogram_reads_exactly_like_prometheus_clients(values: list[float]) -> None:
+@given(st.lists(st.floats(0, 20, allow_nan=False), min_size=1, max_size=30), st.integers(1, 40))
+def test_a_histogram_reads_exactly_like_prometheus_clients(values: list[float], folded: int) -> None:
     bounds = (0, 0.5, 1, 5, 10)
     registry = CollectorRegistry()
     theirs = prometheus_client.Histogram("seconds", "Text.", ("who",), buckets=bounds, registry=registry)
     ours = histogram("seconds", "Text.", bounds, ("who",))
-    for value in values:
+    for number, value in enumerate(values, 1):
         theirs.labels("x").observe(value)
         ours.child("x").observe(value)
+        if number % folded == 0:
+            ours.child("x").fold()
     expected = [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
     assert sorted(text(ours).splitlines()) == sorted(expected)
 

@@ -16,6 +16,7 @@ from epp.fleet.fleet import Fleet
 from epp.scheduling.plugin import TierHit
 from epp.telemetry import OCCUPANCY, Reading, Telemetry, comparison
 from epp.telemetry.pulled import DECLARED
+from epp.telemetry.telemetry import FOLDED
 
 MODEL = "model_name target_model_name fairness_id priority"
 LATENCY = (
@@ -264,6 +265,14 @@ class TestRequests:
         telemetry.requests("m", "t", "f", 0).finished(2.0, ttft=0.5, streaming=True, output_tokens=1)
         assert requests(telemetry, "request_streaming_tpot_seconds_count") is None
         assert requests(telemetry, "request_ttft_seconds_sum", streaming="false") == 0.5
+
+    def test_what_is_noted_is_bounded_without_anybody_scraping(self, telemetry: Telemetry) -> None:
+        for _ in range(3 * FOLDED):
+            metrics = telemetry.requests("m", "t", "f", 0)
+            metrics.started(1)
+            metrics.finished(1.0)
+            assert len(metrics._duration._noted) <= FOLDED
+        assert requests(telemetry, "request_duration_seconds_count") == 3 * FOLDED
 
     def test_model_names_and_fairness_ids_are_bounded(self, telemetry: Telemetry) -> None:
         for number in range(1100):

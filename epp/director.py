@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
 SCORES = "x-gateway-destination-endpoint-scores"
-FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
-"""The first that says something counts."""
+FAIRNESS = "x-llm-d-inference-fairness-id"
+FORMER_FAIRNESS = "x-gateway-inference-fairness-id"
 MAX_BUFFERED_ANSWER = 1 << 20
 """Bytes. Buffering a longer one may exceed the data plane's buffer, which would turn the answer into an error."""
 
@@ -126,13 +126,13 @@ class RequestDirector:
             raise
 
     def _parse(self, head: RequestHead, body: bytes) -> InferenceRequest:
-        request_id = head.headers.get(REQUEST_ID) or str(uuid.uuid4())
+        headers = head.headers
+        request_id = headers.get(REQUEST_ID) or str(uuid.uuid4())
         if body:
-            limit = self._settings.max_body_bytes
-            request = parse(request_id, head.path, head.headers, body, max_body_bytes=limit)
+            request = parse(request_id, head.path, headers, body, max_body_bytes=self._settings.max_body_bytes)
         else:  # there is none, or the data plane does not show it
-            request = InferenceRequest(request_id, head.path, head.headers, b"", unscored="no body")
-        request.fairness_id = _first(head.headers, FAIRNESS_HEADERS) or request.fairness_id
+            request = InferenceRequest(request_id, head.path, headers, b"", unscored="no body")
+        request.fairness_id = headers.get(FAIRNESS) or headers.get(FORMER_FAIRNESS) or request.fairness_id
         return request
 
     def _candidates(self, subset: Sequence[str] | None) -> Sequence[Endpoint]:
@@ -176,10 +176,8 @@ class RequestDirector:
     def _note_prediction(self, scheduling: Scheduling, decision: Decision) -> None:
         if scheduling.request.unscored:
             self._telemetry.unscored(scheduling.request.unscored)
-        hits = scheduling.hits
-        if hits:
-            best = max((hit.cached for hit in hits if hit is not None), default=0)
-            self._telemetry.predicted(decision.predicted or TierHit(), best, decision.prompt_tokens)
+        if scheduling.hits:
+            self._telemetry.predicted(decision.predicted or TierHit(), scheduling.longest_hit, decision.prompt_tokens)
 
     def _scores(self, result: SchedulingResult) -> dict[str, object]:
         target = result.target
@@ -270,10 +268,6 @@ class RequestDirector:
 def _active(route: Route) -> Active:
     assert isinstance(route.decision, Active)
     return route.decision
-
-
-def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
-    return next((headers[name] for name in names if headers.get(name)), "")
 
 
 def _content_type(response: ResponseHead) -> str:

@@ -271,8 +271,8 @@ class PrecisePrefixCacheProducer:
             started = time.perf_counter()
             lookup = scheduling.notes[self.type] = look_up(self._events, scheduling, self._block)
             scheduling.hits, scheduling.certainty = hits(lookup), lookup.candidates.certainty
-            longest = max(_sum(lookup.tokens), default=0) // lookup.block_size
-            self._telemetry.looked_up(time.perf_counter() - started, longest)
+            scheduling.longest_hit = max(_sum(lookup.tokens), default=0)
+            self._telemetry.looked_up(time.perf_counter() - started, scheduling.longest_hit // lookup.block_size)
         return lookup
 
     def picked(self, scheduling: Scheduling, result: SchedulingResult) -> None:

@@ -68,6 +68,8 @@ class Scheduling(Struct):
     """By producer instance name."""
     hits: list[TierHit | None] = []
     """Exact per-tier prediction by slot, where a precise producer ran; empty otherwise."""
+    longest_hit: int = 0
+    """The most that any of `hits` says, in tokens."""
     certainty: Certainty | None = None
     """Of `hits`."""
     notes: dict[str, Any] = {}

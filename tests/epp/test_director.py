@@ -63,6 +63,7 @@ class Knows(Plugin):
 
     def produce(self, scheduling: Scheduling) -> None:
         scheduling.hits, scheduling.certainty = list(self._hits), self._certainty
+        scheduling.longest_hit = max(hit.cached if hit else 0 for hit in self._hits)
 
 
 class Waits(Plugin):

@@ -17,7 +17,7 @@ from rich.table import Table
 from tests.bench import bench_connector, bench_ext_proc, bench_feed, bench_index, bench_tokens, picker
 
 BARS: Mapping[str, tuple[str, float, str]] = {
-    "cpu_us_small_buffered": ("CPU per small request (200 new tokens in, JSON out), buffered", 400, "µs"),
+    "cpu_us_small_buffered": ("CPU per small request (200 new tokens in, JSON out), buffered, 64 at once", 400, "µs"),
     "cpu_us_100k_1000chunks_buffered": (
         "CPU per request: 100k tokens (5k new), 1000 chunks, buffered",
         10_000,

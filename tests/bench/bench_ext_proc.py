@@ -29,16 +29,15 @@ from tests.bench.bench_tokens import CHARS_PER_TOKEN, Text, completion
 
 HOST = "127.0.0.1"
 SMALL_REQUESTS = 2000
-SMALL_ROUNDS = 5
+SMALL_ROUNDS = 4
 SMALL_CHARS = int(200 * CHARS_PER_TOKEN)
-CONCURRENCY = 8
 LONG_REQUESTS = 16
 LONG_CHARS = int(100_000 * CHARS_PER_TOKEN)
 CHANGED_CHARS = int(5_000 * CHARS_PER_TOKEN)
 """Of a long prompt: its last."""
-STREAMS = 64
-"""At once, where the cost of a chunk is measured: what wakes a thread for one chunk and not for many counts as much as
-the chunk, so a quiet picker pays twice as much for each (`cpu_us_per_chunk_duplex_4_streams`)."""
+BUSY, CALM, QUIET = 64, 8, 4
+"""Connections with a request each, at once. What wakes a thread for one message and not for many counts as much as the
+message, so a quiet picker pays up to twice as much for each: `…_8_connections`, `…_4_streams`."""
 
 USAGE = b'"usage":{"prompt_tokens":200,"completion_tokens":16,"prompt_tokens_details":{"cached_tokens":128}}'
 JSON_ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" hello"}],' + USAGE + b"}"
@@ -51,33 +50,30 @@ async def measure(command: Sequence[str]) -> dict[str, float]:
     """Microseconds of CPU, by the keys that bench.json has."""
     results = {}
     async with running(command, Profile.BUFFERED) as stack:
-        first, *later = await small_requests(stack)
-        results["cpu_us_small_buffered"] = min(later)
-        results["cpu_us_small_buffered_just_started"] = first
+        text = Text()
+        results["cpu_us_small_buffered_just_started"] = await small_requests(stack, text, BUSY)
+        for key, connections in (("", BUSY), ("_8_connections", CALM)):
+            rounds = [await small_requests(stack, text, connections) for _ in range(SMALL_ROUNDS)]
+            results[f"cpu_us_small_buffered{key}"] = min(rounds)
         results["cpu_us_100k_1000chunks_buffered"] = min([await long_requests(stack, seed) for seed in range(2)])
     async with running(command, Profile.DUPLEX) as stack:
         many = Pace(chunks=200, gap_s=0.005)
-        results["cpu_us_per_chunk_duplex"] = min([await us_per_chunk(stack, STREAMS, many) for _ in range(3)])
-        results["cpu_us_per_chunk_duplex_4_streams"] = await us_per_chunk(stack, 4, Pace())
+        results["cpu_us_per_chunk_duplex"] = min([await us_per_chunk(stack, BUSY, many) for _ in range(3)])
+        results["cpu_us_per_chunk_duplex_4_streams"] = await us_per_chunk(stack, QUIET, Pace())
     return results
 
 
-async def small_requests(stack: Stack) -> list[float]:
-    """A figure a round. Each request has a prompt of its own, as a cache of tokens knows what has been asked before; in
-    the first round most words are new as well."""
-    text = Text()
-    rounds = []
-    for _ in range(SMALL_ROUNDS):
-        bodies = [completion(text.take(SMALL_CHARS)) for _ in range(SMALL_REQUESTS)]
-        load = sending([request(body) for body in bodies], CONCURRENCY)
-        rounds.append(await stack.cpu_us(load) / SMALL_REQUESTS)
-    return rounds
+async def small_requests(stack: Stack, text: Text, connections: int) -> float:
+    """Each has a prompt of its own, as a cache of tokens knows what has been asked before. Of a picker that has just
+    started most words are new, too."""
+    bodies = [completion(text.take(SMALL_CHARS)) for _ in range(SMALL_REQUESTS)]
+    return await stack.cpu_us(sending([request(body) for body in bodies], connections)) / SMALL_REQUESTS
 
 
 async def long_requests(stack: Stack, seed: int) -> float:
     bodies = long_bodies(seed)
     await stack.each_connection(lambda _: [bodies.pop()], 1)  # from now on the picker knows the common part
-    return await stack.cpu_us(sending(bodies, 4)) / len(bodies)
+    return await stack.cpu_us(sending(bodies, QUIET)) / len(bodies)
 
 
 async def us_per_chunk(stack: Stack, streams: int, pace: Pace) -> float:
@@ -258,7 +254,7 @@ async def warm_up(stack: Stack) -> None:
     async with asyncio.timeout(60):
         while True:
             try:
-                await stack.each_connection(lambda _: [request(body)] * 20, CONCURRENCY)
+                await stack.each_connection(lambda _: [request(body)] * 20, QUIET)
             except (OSError, RuntimeError, asyncio.IncompleteReadError):
                 await asyncio.sleep(0.1)
             else:

@@ -38,6 +38,11 @@ class InlineEncoder:
         self._word_ids = _Remembered(lambda word: [token.id for token in backend.model.tokenize(_byte_level(word))])
         self._odd_ids = _Remembered(lambda text: backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
+    @property
+    def fill(self) -> float:
+        """0..1: of what is remembered of words, or of stretches of other text."""
+        return max(len(self._word_ids), len(self._odd_ids)) / _REMEMBERED
+
     def encode(self, text: str) -> bytes:
         """The tokenizer takes out raw tokens first, and looks for the others in what it has made of the rest."""
         return self._around_tokens(self._raw.split(text), self._encode_normalised)

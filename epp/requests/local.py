@@ -69,8 +69,9 @@ class LocalTokens:
     @property
     def occupancy(self) -> dict[str, float]:
         """How full what is bounded is, 0..1."""
-        fill = max(model.tokenizer.cache_fill for model in self._models.values())
-        return {"queue": self.queued / QUEUE, "pieces": fill}
+        tokenizers = [model.tokenizer for model in self._models.values()]
+        pieces, words = (max(fills) for fills in zip(*((t.cache_fill, t.words_fill) for t in tokenizers), strict=True))
+        return {"queue": self.queued / QUEUE, "pieces": pieces, "words": words}
 
     async def start(self) -> None:
         """Touch everything once, so that the first request does not pay for it."""

@@ -78,6 +78,11 @@ class Tokenizer:
         """0..1."""
         return self._cache.bytes / self._cache.max_bytes
 
+    @property
+    def words_fill(self) -> float:
+        """0..1."""
+        return self._inline.fill if self._inline else 0.0
+
     def plan(self, text: str, *, add_special_tokens: bool) -> Plan:
         pieces = self._cutter.cut(text) if text else []
         try:

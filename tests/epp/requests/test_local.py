@@ -127,6 +127,15 @@ async def test_of_several_directories_the_model_chooses(tiny_directory: Path, de
     await service.stop()
 
 
+async def test_it_shows_how_full_its_caches_are(deepseek_directory: Path) -> None:
+    service = LocalTokens({"m": str(deepseek_directory)})
+    assert service.occupancy == {"queue": 0, "pieces": 0, "words": 0}
+    service.produce(asked("three more words"))
+    assert 0 < service.occupancy["pieces"] < 0.001
+    assert service.occupancy["words"] == 3 / (1 << 16)
+    await service.stop()
+
+
 async def test_when_too_much_is_queued_a_request_is_unscored(
     tokens: LocalTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,15 +53,17 @@ class Handler(Protocol):
 
 
 class Call:
-    """One call as its handler sees it. Nothing here waits or fails: to a peer that is gone, messages are lost.
+    """One call as its handler sees it. Nothing here waits or fails: to a peer that is gone, or after the pump's end,
+    messages are lost.
 
     One read at a time. Messages are sent in the order given; after `end`, nothing is sent or told any more.
     """
 
-    __slots__ = ("_core", "_exchanging", "_handler", "_opened", "_outbox", "_sending", "_watched")
+    __slots__ = ("_core", "_exchanging", "_handler", "_opened", "_outbox", "_pump", "_sending", "_watched")
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, pump: Pump) -> None:
         self._core = core
+        self._pump = pump
         self._handler: Handler | None = None
         self._opened = False
         self._sending = False
@@ -77,12 +79,12 @@ class Call:
         self.read()
 
     def read(self) -> None:
-        self._core.start_server_batch((_Receive(_NO_FLAGS),), self._received)
+        self._do((_Receive(_NO_FLAGS),), self._received)
 
     def watch(self) -> None:
         """Once, instead of further reads: tell the handler None when the peer is gone, not when it closes its side."""
         self._watched = True
-        self._core.start_server_batch((_ReceiveClose(_NO_FLAGS),), self._gone)
+        self._do((_ReceiveClose(_NO_FLAGS),), self._gone)
 
     def send(self, message: bytes) -> None:
         self._put([_Send(message, _NO_FLAGS)], self._sent)
@@ -111,7 +113,11 @@ class Call:
         if not self._opened:  # together with what is sent first: alone it would be a packet more
             self._opened = True
             operations.insert(0, _SendMetadata(None, _NO_FLAGS))
-        self._core.start_server_batch(operations, done)
+        self._do(operations, done)
+
+    def _do(self, operations: Sequence[Any], done: Callable[[Any], None]) -> None:
+        if self._pump.is_open:  # the core ends the process if asked for something that nobody would hear of
+            self._core.start_server_batch(operations, done)
 
     def _sent(self, _: object) -> None:
         self._sending = False
@@ -151,10 +157,10 @@ class Server:
         credentials: grpc.ServerCredentials | None = None,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
-        self._queue = pump.queue
+        self._pump = pump
         self._methods = {name.encode(): accept for name, accept in methods.items()}
         self._core = cygrpc.Server(tuple(options), False)
-        self._core.register_completion_queue(self._queue)
+        self._core.register_completion_queue(pump.queue)
         self.port = _listen(self._core, host, port, credentials)
         """The one in use; `port` 0 takes a free one."""
         self._stopped: asyncio.Event | None = None
@@ -165,25 +171,30 @@ class Server:
 
     async def stop(self, grace: float) -> None:
         """After `start`. No new calls from now on; those left after `grace` seconds are cut off."""
-        self._stopped = stopped = asyncio.Event()
-        self._core.shutdown(self._queue, lambda _: stopped.set())
+        if self._stopped is None:
+            self._stopped = asyncio.Event()
+            self._core.shutdown(self._pump.queue, self._shut_down)
         try:
             async with asyncio.timeout(grace):
-                await stopped.wait()
+                await self._stopped.wait()
         except TimeoutError:
             self._core.cancel_all_calls()
-            await stopped.wait()
+            await self._stopped.wait()
+
+    def _shut_down(self, _: object) -> None:
         self._core.destroy()
+        assert self._stopped is not None
+        self._stopped.set()
 
     def _await_call(self) -> None:
-        self._core.request_call(self._queue, self._queue, self._called)
+        self._core.request_call(self._pump.queue, self._pump.queue, self._called)
 
     def _called(self, event: Any) -> None:
         if not event.success:
             return
         if self._stopped is None:
             self._await_call()
-        call, accept = Call(event.call), self._methods.get(event.call_details.method)
+        call, accept = Call(event.call, self._pump), self._methods.get(event.call_details.method)
         call.begin(accept(call) if accept is not None else _Unknown(call))
 
 
@@ -202,6 +213,8 @@ class Pump:
 
     def __init__(self) -> None:
         self.queue = cygrpc.CompletionQueue()
+        self.is_open = True
+        """Until it is stopped."""
         self._found: Any = None
         """What the thread brings."""
         self._resume = threading.Lock()
@@ -216,6 +229,7 @@ class Pump:
 
     async def stop(self) -> None:
         if self._thread is not None:
+            self.is_open = False
             self.queue.shutdown()
             await self._over.wait()
             self._thread.join()

@@ -262,6 +262,7 @@ async def test_calls_that_are_left_when_the_server_stops_are_cut_off_after_the_g
         await handlers[0].heard.get()
         handlers[0].call.read()
         stopping = asyncio.create_task(server.stop(grace))
+        again = asyncio.create_task(server.stop(grace))
         if grace:
             await asyncio.sleep(0.1)
             assert not stopping.done()
@@ -272,6 +273,7 @@ async def test_calls_that_are_left_when_the_server_stops_are_cut_off_after_the_g
             assert await call.code() is not grpc.StatusCode.OK
             handlers[0].call.end()
         await stopping
+        await again
     await pump.stop()
 
 
@@ -289,6 +291,19 @@ async def test_a_stopped_pump_leaves_no_thread():
     assert len(pumps()) == before
 
 
+async def outlive():
+    """A call whose handler is late: its server and its pump have stopped before it answers."""
+    for method in ("send", "exchange"):
+        async with serving(Quiet) as (channel, made):
+            await channel.stream_stream(ECHO)().write(b"x")
+            await until(lambda made=made: made and not made[0].heard.empty())
+        call = made[0].call
+        getattr(call, method)(b"late")
+        call.read()
+        call.watch()
+        call.end()
+
+
 async def talk(calls, messages):
     async with serving(Echo) as (channel, _):
 
@@ -304,6 +319,16 @@ async def talk(calls, messages):
         await asyncio.gather(*(one(number) for number in range(calls)))
 
 
+def run_apart(coroutine, **environment):
+    """In a process of its own, which the core may end."""
+    code = f"import asyncio; from tests.epp.test_grpc_core import *; asyncio.run({coroutine})"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True, timeout=60)
+
+
+def test_a_call_may_outlive_its_pump():
+    run_apart("outlive()")
+
+
 def test_many_calls_at_once_on_uvloop():
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(talk(200, 10))
@@ -312,6 +337,4 @@ def test_many_calls_at_once_on_uvloop():
 @pytest.mark.parametrize("experiments", ["", "-no_such_experiment", "event_engine_listener"])
 def test_whatever_way_the_core_reads_its_sockets(experiments):
     """Ours is a wish that other versions of the core need not know."""
-    code = "import asyncio; from tests.epp.test_grpc_core import talk; asyncio.run(talk(20, 5))"
-    environment = {**os.environ, "GRPC_EXPERIMENTS": experiments}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    run_apart("talk(20, 5)", GRPC_EXPERIMENTS=experiments)

@@ -58,7 +58,8 @@ class Stream:
     def received(self, message: bytes | None) -> None:
         """The peer's next message; None after its last, or if it is gone. Asks for the one after it."""
         if self._picking is not None:
-            self._ahead = (message,)
+            if message is None or not self._ahead:  # the end is the last that counts, also if it is ours
+                self._ahead = (message,)
             if message is None or wire.is_response_headers(message):
                 # nobody waits for it any more: the client left, or the data plane answered it. A pick that has not
                 # even begun would not learn of it

@@ -344,6 +344,16 @@ class TestEnds:
         call.stream.release()
         assert len(director.outcomes) == 1
 
+    async def test_what_still_comes_after_a_stream_was_let_go_during_its_pick_does_not_matter(self):
+        director = ScriptedDirector(forever)
+        call = ScriptedCall(request_headers(pb.ProtocolConfiguration(request_body_mode=4)), request_body())
+        ended = run(director, call)
+        await director.picking.wait()
+        call.stream.release()
+        call.stream.received(request_body(b"more").SerializeToString())
+        await ended
+        assert director.terminations == [Termination.CLIENT]
+
     async def test_replies_are_sent_in_order_and_the_last_one_reads_on(self):
         body = b"x" * 200_000
         modes = pb.ProtocolConfiguration(request_body_mode=pb.ProcessingMode.FULL_DUPLEX_STREAMED)

@@ -93,6 +93,11 @@ class PrefixIndex:
 
     # --- for Residency
 
+    def root_for(self, model: str, base: int, alias: int) -> int:
+        """Root of the chains for a request's model ("" = the base model): the name's own if it is known, as a model or
+        an adapter of any engine; else one of those that a publisher has for its base model and for unknown names."""
+        return self.roots.get(model, alias if model else base)
+
     def changed(self) -> None:
         """Lanes, block sizes or models are no longer what they were."""
         self.plans.clear()

@@ -94,8 +94,7 @@ def match(
     zeros = [0] * len(residencies)
     result = Match(residencies, zeros, zeros[:], zeros[:], zeros[:])
     for group in plan(index, residencies) if groups is None else groups:
-        unknown = group.alias_root if prompt.model else group.root
-        keys = prompt.keys(group.block_size, index.roots.get(prompt.model, unknown))
+        keys = prompt.keys(group.block_size, index.root_for(prompt.model, group.root, group.alias_root))
         index.asked(keys)
         if keys and (group.steps.first.running or group.sharers):
             _add_plain(group, index.masks, keys, (len(prompt) - 1) // group.block_size, result)

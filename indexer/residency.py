@@ -176,9 +176,8 @@ class Residency:
         return self._index.roots[NOBODYS] if self._names.is_forgetful else self._root
 
     def root_for(self, model: str) -> int:
-        """Root of the chains for a request's model ("" = the base model): the name's own if it is known, as a model or
-        an adapter of any engine."""
-        return self._index.roots.get(model, self.alias_root if model else self._root)
+        """As `PrefixIndex.root_for`, for this publisher."""
+        return self._index.root_for(model, self._root, self.alias_root)
 
     # --- what it holds
 

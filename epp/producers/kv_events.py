@@ -153,11 +153,11 @@ class KvEvents:
 
     def candidates(self, endpoints: Sequence[Endpoint]) -> Candidates:
         """Remembered as long as nothing changes that is known of their feeds."""
-        latest = self._latest
-        if latest is not None and latest.given is endpoints and latest.changes == self.index.changes:
-            return latest
-        if latest is not None and latest.changes != self.index.changes:
-            self._forget_candidates()
+        if self._latest is not None:
+            if self._latest.changes != self.index.changes:
+                self._forget_candidates()
+            elif self._latest.given is endpoints:
+                return self._latest
         these = tuple(endpoints)
         found = self._candidates.get(these)
         if found is None:

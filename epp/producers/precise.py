@@ -31,6 +31,7 @@ from epp.producers.candidates import NOTHING, Candidates
 from epp.producers.kv_events import KvEvents, KvEventsConfig
 from epp.routing import Outcome
 from epp.scheduling.plugin import PrefixMatch, Scheduling, SchedulingResult, TierHit
+from indexer.index import PrefixIndex
 from indexer.match import Match, Prompt, match
 from indexer.speculative import Speculation
 from indexer.wire import canonical_tier
@@ -129,8 +130,7 @@ class Lookup(msgspec.Struct, eq=False):
     """What the index says of a request. Columns are aligned with `candidates.endpoints`."""
 
     candidates: Candidates
-    roots: Mapping[str, int]
-    """The index's."""
+    index: PrefixIndex
     block_size: int
     """Tokens; that of most candidates."""
     total: int
@@ -146,8 +146,8 @@ class Lookup(msgspec.Struct, eq=False):
 
     def keys(self, prompt: Prompt, shape: tuple[int, int, int]) -> list[int]:
         """`shape`: of `candidates.shapes`."""
-        size, root, alias_root = shape
-        return prompt.keys(size or self.block_size, self.roots.get(prompt.model, alias_root if prompt.model else root))
+        size, *roots = shape
+        return prompt.keys(size or self.block_size, self.index.root_for(prompt.model, *roots))
 
 
 def look_up(events: KvEvents, scheduling: Scheduling, default_block: int) -> Lookup:
@@ -159,7 +159,7 @@ def look_up(events: KvEvents, scheduling: Scheduling, default_block: int) -> Loo
     tables = [found.tokens(candidates.sizes) for found in matches]
     tokens = tables[0] if len(tables) == 1 else [_sum(columns) for columns in zip(*tables, strict=True)]
     total = sum([len(prompt) // block for prompt in prompts])
-    lookup = Lookup(candidates, index.roots, block, total, prompts, matches, tokens)
+    lookup = Lookup(candidates, index, block, total, prompts, matches, tokens)
     if events.speculation:
         lookup.speculative = [_runs(events.speculation, lookup, *each) for each in zip(prompts, matches, strict=True)]
     return lookup

@@ -65,7 +65,8 @@ class Scheduler:
         return self._produce(scheduling, iter(self._producers))
 
     def _produce(self, scheduling: Scheduling, producers: Iterator[_Producer]) -> Awaitable[None] | None:
-        for producer, timeout, observe in producers:
+        for current in producers:
+            producer, _, observe = current
             before, waiting = perf_counter(), None
             try:
                 waiting = producer.produce(scheduling)
@@ -74,7 +75,7 @@ class Scheduler:
             except Exception as error:
                 self._failures.note(scheduling, producer, "DataProducer", error)
             if waiting is not None:
-                return self._wait(scheduling, producers, (producer, timeout, observe), waiting, before)
+                return self._wait(scheduling, producers, current, waiting, before)
             observe(perf_counter() - before)
         return None
 

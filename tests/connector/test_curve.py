@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import stat
 import threading
@@ -24,6 +25,7 @@ from indexer import feed as feed_module
 from indexer.feed import Feed, FeedAddress, Hub, SharedFeed
 from indexer.index import PrefixIndex
 from indexer.stream import State
+from tests import waiting
 
 from .test_publisher import address
 
@@ -35,10 +37,7 @@ def stored(first: int, blocks: int = 1) -> BlockStored:
     return BlockStored(hashes, None, hashes, 1, None, "GPU", None, extra_keys=[None] * blocks)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+until = functools.partial(waiting.until, seconds=10)
 
 
 class Keys:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import aiohttp
 import grpc
@@ -29,6 +29,7 @@ from indexer.lane import Lane
 from indexer.residency import Residency
 from indexer.stream import State, Stream
 from proto import ext_proc_pb2 as pb
+from tests import waiting
 
 ROUNDS, AT_ONCE = 20, 50
 TRACED = 6
@@ -58,14 +59,12 @@ POST = pb.HttpHeaders(
         ]
     )
 )
+
 ANSWER = pb.HttpHeaders(headers=pb.HeaderMap(headers=[pb.HeaderValue(key=":status", raw_value=b"200")]))
 BODY = pb.HttpBody(body=b'{"model": "m", "prompt": "' + b"hello " * 200 + b'"}', end_of_stream=True)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+until = functools.partial(waiting.until, seconds=20)
 
 
 class Picker:

@@ -16,6 +16,7 @@ from grpc._cython import cygrpc
 
 from epp import grpc_core
 from epp.grpc_core import BURST, Pump, Server
+from tests.waiting import until
 
 ECHO = "/test/Echo"
 
@@ -50,8 +51,8 @@ class Quiet:
 
 
 @contextlib.asynccontextmanager
-async def serving(accept, grace=0.0, **options):
-    """A server's channel; `accept.made` are the handlers of its calls."""
+async def serving(accept, **options):
+    """A channel to a server, and the handlers that `accept` makes of its calls."""
 
     def make(call):
         made.append(accept(call))
@@ -66,16 +67,8 @@ async def serving(accept, grace=0.0, **options):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield channel, made
     finally:
-        await server.stop(grace)
+        await server.stop(0.0)
         await pump.stop()
-
-
-async def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("waited for too long")
 
 
 @pytest.mark.parametrize("times", [1, 2, 7])

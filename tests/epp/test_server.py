@@ -17,6 +17,7 @@ from epp.routing import Answer, Route, Termination
 from epp.server import ExtProcServer, ServerOptions
 from epp.wire import SERVICE
 from proto import ext_proc_pb2 as pb
+from tests.waiting import until
 
 PROCESS = f"/{SERVICE}/Process"
 
@@ -95,14 +96,6 @@ async def ask(call, *messages):
     for message in messages:
         await call.write(message)
     return pb.ProcessingResponse.FromString(await call.read())
-
-
-async def until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("waited for too long")
 
 
 async def test_a_request_is_routed(serve, channel, director):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -18,16 +18,10 @@ from indexer import stream as stream_module
 from indexer.feed import Feed, FeedAddress, Hub, SharedFeed
 from indexer.index import PrefixIndex
 from indexer.stream import State
+from tests.waiting import until
 
 BLOCK = 16
 MODEL = "tiny"
-
-
-async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
-    """ZMQ promises no moment: look again until it is so."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
 
 
 def stored(*hashes: int) -> dict[str, Any]:

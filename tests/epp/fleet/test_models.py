@@ -15,6 +15,7 @@ from epp.fleet.endpoint import EndpointSpec
 from epp.fleet.fleet import Fleet
 from epp.fleet.model_names import Kind, ModelNames
 from epp.fleet.models import ModelSettings, ModelWatcher
+from tests.waiting import until
 
 LIST = b'{"data":[{"id":"8b"},{"id":"poet","parent":"8b","root":"/p"}]}'
 EAGER = ModelSettings(interval=0.02, shortest=0.01, timeout=0.2, max_bytes=10_000)
@@ -28,12 +29,6 @@ def answers(body: bytes, status: int = 200, **headers: str) -> Answer:
         return web.Response(body=body, status=status, headers=headers)
 
     return answer
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 (nothing announces it)
-            await asyncio.sleep(0.002)
 
 
 @dataclass

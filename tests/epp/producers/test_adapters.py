@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import functools
 import random
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import pytest
@@ -29,16 +28,14 @@ from epp.telemetry import Telemetry
 from indexer.names import MAX_MODELS, NOBODYS
 from indexer.stream import State
 from indexer.wire import BlockStored
+from tests import waiting
 
 BASE, ALIAS = "sim-8b", "chat"
 BLOCK = 16
 FLAGS = ["--speed=100000", "--hbm-blocks=400", "--lora=poet", "--lora=lawyer"]
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+until = functools.partial(waiting.until, seconds=10)
 
 
 @dataclass

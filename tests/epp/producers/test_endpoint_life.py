@@ -6,6 +6,7 @@ Over real sockets, with our own publisher's thread at the other end: it goes on 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -31,15 +32,13 @@ from indexer import wire
 from indexer.feed import CONCURRENT_REBUILDS, Feed
 from indexer.residency import Residency
 from indexer.stream import State, Stream
+from tests import waiting
 
 BLOCK = 16
 TOPIC = "kv@10.0.0.1:8000@m"
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+until = functools.partial(waiting.until, seconds=10)
 
 
 def block(number: int) -> BlockStored:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,12 +26,7 @@ from epp.telemetry import Telemetry
 from indexer.feed import FeedAddress
 from indexer.stream import State
 from tests.epp.scheduling.scheduled import schedule
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+from tests.waiting import until
 
 
 def config(**fields: Any) -> KvEventsConfig:
